@@ -1,0 +1,1 @@
+"""Kernels: `reference` is the definition, the others must match it."""
