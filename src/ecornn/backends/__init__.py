@@ -1,0 +1,1 @@
+"""Adapters between the recurrence op and the kernels that can carry it out."""

@@ -1,0 +1,1 @@
+"""torch.library operators: schema, fake, autograd and vmap rules."""

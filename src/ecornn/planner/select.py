@@ -1,0 +1,57 @@
+"""Choose a backend: ask each in the registry's order, remember why the others refused."""
+
+from __future__ import annotations
+
+from ecornn.backends.protocol import Backend, Rejection
+from ecornn.backends.registry import BACKENDS
+from ecornn.errors import NoBackend
+from ecornn.planner.plan import ExecutionPlan
+from ecornn.spec import RnnSpec
+
+AUTO = "auto"
+
+
+def plan(spec: RnnSpec) -> ExecutionPlan:
+    """The plan for a request; raises `NoBackend` when all refuse, or the one that was named."""
+    rejections: list[Rejection] = []
+    for backend in BACKENDS:
+        refusal = _refusal(backend, spec)
+        if refusal is None:
+            return ExecutionPlan(
+                spec,
+                backend.name,
+                backend.keeps(spec),
+                _scope(backend, spec),
+                _reason(spec, rejections),
+                tuple(rejections),
+            )
+        rejections.append(Rejection(backend.name, refusal))
+    listed = "\n  ".join(str(rejection) for rejection in rejections)
+    raise NoBackend(
+        f"no backend can serve this request; change what they name, or let backend='auto' choose\n"
+        f"  {listed}"
+    )
+
+
+def _refusal(backend: Backend, spec: RnnSpec) -> str | None:
+    if spec.backend not in (AUTO, backend.name):
+        return f"backend={spec.backend!r} was asked for"
+    return backend.unavailable() or backend.refuse(spec)
+
+
+def _reason(spec: RnnSpec, rejections: list[Rejection]) -> str:
+    if spec.backend != AUTO:
+        return "it was asked for by name"
+    if not rejections:
+        return "first in order, and it can do all that is asked"
+    return "first in order that can do all that is asked"
+
+
+def _scope(backend: Backend, spec: RnnSpec) -> str:
+    if spec.forward_mode:
+        return "inline"
+    if backend.name != "aten" or spec.traced:
+        return "operator"
+    # cuDNN's limit on the number of steps and the turning around of reversed sequences both need
+    # the layers apart
+    return "layer" if spec.lengths or spec.long or spec.variational else "network"
