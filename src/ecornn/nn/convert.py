@@ -1,0 +1,110 @@
+"""Switching: `convert` a model one has, or `patch` the code that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.utils import parametrize
+
+from ecornn.errors import InvalidInput
+from ecornn.nn.base import RecurrentLayer
+from ecornn.nn.cells import GRUCell, LSTMCell, RNNCell
+from ecornn.nn.gru import GRU
+from ecornn.nn.lstm import LSTM
+from ecornn.nn.rnn import RNN
+
+#: torch's class and ours.
+REPLACEMENTS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    torch.nn.LSTM: LSTM,
+    torch.nn.GRU: GRU,
+    torch.nn.RNN: RNN,
+    torch.nn.LSTMCell: LSTMCell,
+    torch.nn.GRUCell: GRUCell,
+    torch.nn.RNNCell: RNNCell,
+}
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+
+
+def convert(model: ModuleT) -> ModuleT:
+    """Make every torch.nn recurrent layer and cell of `model` ours, in place; returns `model`.
+
+    The layers stay the same objects with the same parameters, so optimizers, hooks, tied weights
+    and references from elsewhere hold. Subclasses of torch's layers with a forward pass of their
+    own are left alone.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidInput(
+            "model", f"a {type(model).__name__}", "a torch.nn.Module", "pass the model itself"
+        )
+    for module in model.modules():
+        _convert_one(module)
+    return model
+
+
+def _convert_one(module: torch.nn.Module) -> None:
+    kind = type(module)
+    if kind in REPLACEMENTS:
+        module.__class__ = REPLACEMENTS[kind]
+    elif parametrize.is_parametrized(module) and kind.__bases__[0] in REPLACEMENTS:
+        # parametrize gave this one module a class of its own
+        kind.__bases__ = (REPLACEMENTS[kind.__bases__[0]],)
+    else:
+        return
+    if isinstance(module, RecurrentLayer):
+        module._fill_options()
+
+
+class patch:
+    """While it lasts, `torch.nn.LSTM(…)` and its kin make our layers, wherever they are called.
+
+    `ecornn.patch()` lasts until `undo()`; `with ecornn.patch():` until the block's end. It works
+    for code that imported the classes before, because it is the classes' own construction that
+    changes and not a name; subclasses are left alone.
+    """
+
+    _depth = 0
+
+    def __init__(self) -> None:
+        self._active = True
+        if patch._depth == 0:
+            for theirs, ours in REPLACEMENTS.items():
+                theirs.__new__ = _constructor(theirs, ours)  # type: ignore[method-assign]
+        patch._depth += 1
+
+    def undo(self) -> None:
+        """Give the classes back as they were. Layers made meanwhile stay ours."""
+        if not self._active:
+            return
+        self._active = False
+        patch._depth -= 1
+        if patch._depth == 0:
+            for theirs in REPLACEMENTS:
+                del theirs.__new__
+
+    def __enter__(self) -> patch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def _constructor(theirs: type[torch.nn.Module], ours: type[torch.nn.Module]) -> Callable[..., Any]:
+    def __new__(cls: type[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(ours if cls is theirs else cls)
+
+    return __new__
+
+
+def converted_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Names and modules of the layers and cells that are ours."""
+    ours = tuple(REPLACEMENTS.values())
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, ours))

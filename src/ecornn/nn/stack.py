@@ -1,0 +1,232 @@
+"""A stack of recurrent layers, carried out by a plan.
+
+Shape suffixes: T time, B batch, I input size, L layers, D directions, R size of the state h,
+H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ecornn.backends.aten import CUDNN_MOST_STEPS, NetworkCall, run_layer, run_network
+from ecornn.backends.reference import define
+from ecornn.errors import NotDifferentiableTwice
+from ecornn.kernels.reference.problem import working_dtype
+from ecornn.ops.native import differentiable_again
+from ecornn.ops.recurrence import differentiable_recurrence, read_call, recurrence
+from ecornn.planner import ExecutionPlan, plan
+from ecornn.spec import RnnSpec
+
+
+class StackCall(NamedTuple):
+    """A whole stack with its input, states and weights, time first."""
+
+    cell: str
+    layout: str
+    layers: int
+    directions: int
+    input_TBI: Tensor
+    h0: Tensor  # (L · D, B, R)
+    c0: Tensor | None  # (L · D, B, H)
+    weights: tuple[Tensor, ...]  # layer by layer, direction by direction, as `layout` says
+    lengths_B: Tensor | None = None
+    resets_TB: Tensor | None = None
+    after_end: str = "zeros"
+    reset_to: str = "zero"
+    cell_states: bool = False
+    dropout: float = 0.0  # between layers; 0 outside of training
+    one_mask_a_sequence: bool = False
+    zoneout_h: float = 0.0
+    zoneout_c: float = 0.0
+    training: bool = False
+
+
+class StackResult(NamedTuple):
+    output_TBO: Tensor
+    h_n: Tensor
+    c_n: Tensor | None
+    cells_TBE: Tensor | None  # of the last layer, where asked for
+
+
+#: Plans by the fields of their `RnnSpec`: a lookup costs a twentieth of building the spec, which
+#: a layer of one small step would notice.
+_PLANS: dict[tuple[Any, ...], ExecutionPlan] = {}
+
+
+def plan_from(*fields: Any) -> ExecutionPlan:
+    """`plan` for the fields of an `RnnSpec` in order: plain constants, so that a tracer can call
+    this at trace time."""
+    found = _PLANS.get(fields)
+    if found is None:
+        found = _PLANS[fields] = plan(RnnSpec(*fields))
+    return found
+
+
+def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
+    if plan.scope == "network":
+        return _run_whole(call, plan)
+    x = call.input_TBI
+    h_n: list[Tensor] = []
+    c_n: list[Tensor] = []
+    cells: Tensor | None = None
+    for layer in range(call.layers):
+        if layer > 0 and call.dropout > 0:
+            x = drop(x, call.dropout, one_mask_a_sequence=call.one_mask_a_sequence)
+        wanted = call.cell_states and layer == call.layers - 1
+        x, h, c, cells = _run_one(_arguments(call, x, layer, wanted, plan), plan)
+        h_n.append(h)
+        c_n.append(c)
+    return StackResult(
+        x,
+        h_n[0] if len(h_n) == 1 else torch.cat(h_n),
+        None if call.c0 is None else c_n[0] if len(c_n) == 1 else torch.cat(c_n),
+        cells if call.cell_states else None,
+    )
+
+
+def drop(x_TBF: Tensor, probability: float, *, one_mask_a_sequence: bool) -> Tensor:
+    if not one_mask_a_sequence:
+        return F.dropout(x_TBF, probability, training=True)
+    return x_TBF * F.dropout(torch.ones_like(x_TBF[:1]), probability, training=True)
+
+
+def _arguments(
+    call: StackCall, x: Tensor, layer: int, cell_states: bool, plan: ExecutionPlan
+) -> tuple[Any, ...]:
+    """The recurrence operator's arguments for one layer."""
+    states = slice(layer * call.directions, (layer + 1) * call.directions)
+    h0 = call.h0[states]
+    c0 = None if call.c0 is None else call.c0[states]
+    a_layer = len(call.weights) // call.layers
+    return (
+        x,
+        h0,
+        c0,
+        list(call.weights[layer * a_layer : (layer + 1) * a_layer]),
+        call.resets_TB,
+        call.lengths_B,
+        _zoneout(call.zoneout_h, call, x, h0),
+        None if c0 is None else _zoneout(call.zoneout_c, call, x, c0),
+        call.cell,
+        call.layout,
+        call.reset_to,
+        call.after_end,
+        cell_states,
+        plan.backend,
+        plan.keep,
+    )
+
+
+def _zoneout(probability: float, call: StackCall, x: Tensor, state: Tensor) -> Tensor | None:
+    """How much of the previous state stays: drawn 0 or 1 in training, its expectation otherwise."""
+    if probability == 0:
+        return None
+    if not call.training:
+        return (
+            torch.full((1, 1, 1, 1), probability, dtype=torch.float32, device=x.device)
+            .expand(call.directions, 1, 1, 1)
+            .to(working_dtype(x.dtype))
+        )
+    shape = (call.directions, x.shape[0], x.shape[1], state.shape[-1])
+    drawn = torch.rand(shape, device=x.device) < probability
+    return drawn.to(working_dtype(x.dtype))
+
+
+def _run_one(
+    arguments: tuple[Any, ...], plan: ExecutionPlan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if plan.scope == "operator":
+        run = recurrence if plan.spec.traced else differentiable_recurrence
+        output, h_n, c_n, cells, _ = run(*arguments)
+        return output, h_n, c_n, cells
+    call = read_call(*arguments)
+    if plan.scope == "inline":
+        result = define(call)
+        return _filled(result.output_TBO, result.h_n_DBR, result.c_n_DBH, result.cells_TBE)
+    result = run_layer(call)
+    found = _filled(result.output_TBO, result.h_n_DBR, result.c_n_DBH, None)
+    if not _needs_second_derivative(plan.spec):
+        return found
+
+    def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
+        x, h0, *rest = tensors
+        c0 = rest.pop(0) if call.c0_DBH is not None else None
+        again = (x, h0, c0, rest, *arguments[4:-2], "reference", "states")
+        return tuple(differentiable_recurrence(*again)[: 3 if c0 is not None else 2])
+
+    states = () if call.c0_DBH is None else (call.c0_DBH,)
+    inputs = (call.input_TBI, call.h0_DBR, *states, *call.flat_weights())
+    covered = differentiable_again(found[: 3 if states else 2], inputs, definition)
+    return (*covered, *found[len(covered) :])  # type: ignore[return-value]
+
+
+def _filled(
+    output: Tensor, h_n: Tensor, c_n: Tensor | None, cells: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The operator's form: what there is none of is an empty tensor."""
+    empty = output.new_empty(0)
+    return output, h_n, empty if c_n is None else c_n, empty if cells is None else cells
+
+
+def _run_whole(call: StackCall, plan: ExecutionPlan) -> StackResult:
+    """The whole stack by torch's own kernels, recorded by autograd."""
+    spec = plan.spec
+    output, h_n, c_n = run_network(
+        NetworkCall(
+            call.cell,
+            call.input_TBI,
+            call.h0,
+            call.c0,
+            list(call.weights),
+            spec.bias,
+            call.layers,
+            call.directions == 2,
+            call.dropout,
+            spec.needs_grad,
+        )
+    )
+    if not _needs_second_derivative(spec):
+        return StackResult(output, h_n, c_n, None)
+
+    def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
+        if call.dropout > 0:
+            raise NotDifferentiableTwice(
+                "a second derivative through torch's kernels with dropout between the layers: "
+                "their masks are not known outside; make the layer with backend='reference'"
+            )
+        result = run_stack(_with_tensors(call, tensors), _by_reference(spec))
+        return tuple(v for v in result[:3] if v is not None)
+
+    states = () if call.c0 is None else (call.c0,)
+    found = (output, h_n) if c_n is None else (output, h_n, c_n)
+    covered = differentiable_again(
+        found, (call.input_TBI, call.h0, *states, *call.weights), definition
+    )
+    return StackResult(covered[0], covered[1], covered[2] if states else None, None)
+
+
+def _needs_second_derivative(spec: RnnSpec) -> bool:
+    """cuDNN's and oneDNN's kernels have no second derivative; ATen's own loops do."""
+    by_onednn = spec.cell == "lstm" and spec.dtype != torch.float64
+    return spec.needs_grad and (spec.device == "cuda" or by_onednn)
+
+
+def _with_tensors(call: StackCall, tensors: Sequence[Tensor]) -> StackCall:
+    x, h0, *rest = tensors
+    c0 = rest.pop(0) if call.c0 is not None else None
+    return StackCall(call.cell, call.layout, call.layers, call.directions, x, h0, c0, tuple(rest))
+
+
+def _by_reference(spec: RnnSpec) -> ExecutionPlan:
+    return ExecutionPlan(
+        spec, "reference", "states", "operator", "a second derivative needs the definition"
+    )
+
+
+def is_long(steps: int, device: str) -> bool:
+    return device == "cuda" and steps > CUDNN_MOST_STEPS
