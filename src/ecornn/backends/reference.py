@@ -14,7 +14,7 @@ from ecornn.backends.protocol import (
     present,
 )
 from ecornn.kernels import reference
-from ecornn.kernels.reference.backward import OutputGrads
+from ecornn.kernels.reference.backward import Kept, OutputGrads
 from ecornn.spec import RnnSpec
 
 
@@ -94,11 +94,13 @@ class Reference:
                 _take(call.c0_DBH, d),
                 call.weights[d],
                 problem_of(call, d),
-                _some(output[d]),
-                cells[d],
-                # kept is pre-activations of each direction, then raw products of each
-                result.kept[d] if result.kept else None,
-                result.kept[directions + d] if len(result.kept) > directions else None,
+                Kept(
+                    _some(output[d]),
+                    cells[d],
+                    # pre-activations of each direction, then raw products of each
+                    result.kept[d] if result.kept else None,
+                    result.kept[directions + d] if len(result.kept) > directions else None,
+                ),
                 needs_x=ask.needs_input,
                 samples=ask.samples,
             )

@@ -181,85 +181,30 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         return_cell_states: bool,
     ) -> _Read:
         """Check everything, bring it into one form, and choose the plan."""
-        made, traced = self._made, torch.compiler.is_compiling()
+        traced = torch.compiler.is_compiling()
+        transformed = not traced and transforms_active()
         weights = self._weights_now(traced)
         weight = weights[0]
-        device = weight.device.type
-        cast = torch.is_autocast_enabled(device)
-        transformed = not traced and transforms_active()
-        checks.check_choice("after_end", after_end, ("zeros", "frozen"))
-        checks.check_choice("reset_to", reset_to, ("zero", "initial"))
-        if return_cell_states and made.cell != "lstm":
-            raise InvalidInput(
-                "return_cell_states",
-                "True for a layer without cell states",
-                "an LSTM",
-                "the output holds every state of a GRU or RNN",
-            )
-
+        cast = torch.is_autocast_enabled(weight.device.type)
+        self._check_choices(after_end, reset_to, return_cell_states)
+        x, lengths_B, batched = self._read_input(input, lengths, weight, cast=cast)
         packed = input if isinstance(input, PackedSequence) else None
-        batched = True
-        if packed is not None:
-            checks.check_packed(packed.data, self.input_size, weight, cast=cast)
-            x, ends = _pad(packed)
-            lengths_B: Tensor | None = ends
-            checks.read_lengths(lengths, 0, x.device, packed=True)
-        else:
-            checks.check_input(
-                input, self.input_size, weight, batch_first=self.batch_first, cast=cast
-            )
-            batched = input.dim() == 3
-            x = input
-            if not batched:
-                x = input.unsqueeze(1)
-            elif self.batch_first:
-                x = input.transpose(0, 1)
-            lengths_B = checks.read_lengths(lengths, x.shape[1], x.device, packed=False)
         resets_TB = checks.read_resets(
             resets, x, batched=batched, batch_first=self.batch_first, packed=packed is not None
         )
         h0, c0 = self._initial(hx, x, weight, batched=batched, cast=cast, packed=packed)
-
+        if lengths is not None and not traced and not transformed:
+            check_lengths_within(lengths_B, x.shape[0])
         if cast and x.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device)
+            dtype = torch.get_autocast_dtype(weight.device.type)
             x, h0 = x.to(dtype), h0.to(dtype)
             c0 = None if c0 is None else c0.to(dtype)
             weights = [w.to(dtype) for w in weights]
-        if lengths is not None and not traced and not transformed:
-            check_lengths_within(lengths_B, x.shape[0])
-        tensors = (x, h0, *weights) if c0 is None else (x, h0, c0, *weights)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        between_layers = self.dropout if self.training and self.num_layers > 1 else 0.0
-        plan = plan_from(  # in the order of RnnSpec's fields
-            made.cell,
-            self.input_size,
-            self.hidden_size,
-            self.num_layers,
-            self.bidirectional,
-            self.proj_size,
-            self.bias,
-            x.dtype,
-            device,
-            between_layers,
-            self.variational and between_layers > 0,
-            self.layer_norm,
-            self.zoneout != (0.0, 0.0),
-            lengths_B is not None,
-            resets is not None,
-            return_cell_states,
-            needs_grad,
-            self.keep,
-            self.backend,
-            traced,
-            transformed,
-            not traced and forward_mode_active(),
-            not traced and is_long(x.shape[0], device),
-        )
         stack = StackCall(
-            made.cell,
-            made.layout,
+            self._made.cell,
+            self._made.layout,
             self.num_layers,
-            made.directions,
+            self._made.directions,
             x,
             h0,
             c0,
@@ -269,12 +214,72 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
             after_end,
             reset_to,
             return_cell_states,
-            between_layers,
+            self.dropout if self.training and self.num_layers > 1 else 0.0,
             self.variational,
             *self.zoneout,
             self.training,
         )
-        return _Read(stack, plan, batched, packed)
+        return _Read(stack, self._plan(stack, traced, transformed), batched, packed)
+
+    def _check_choices(self, after_end: str, reset_to: str, return_cell_states: bool) -> None:
+        checks.check_choice("after_end", after_end, ("zeros", "frozen"))
+        checks.check_choice("reset_to", reset_to, ("zero", "initial"))
+        if return_cell_states and self._made.cell != "lstm":
+            raise InvalidInput(
+                "return_cell_states",
+                "True for a layer without cell states",
+                "an LSTM",
+                "the output holds every state of a GRU or RNN",
+            )
+
+    def _read_input(
+        self, input: Any, lengths: Any, weight: Tensor, *, cast: bool
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """(input as (T, B, I), lengths on its device, whether it came with a batch)"""
+        if isinstance(input, PackedSequence):
+            checks.check_packed(input.data, self.input_size, weight, cast=cast)
+            checks.read_lengths(lengths, 0, weight.device, packed=True)
+            return (*_pad(input), True)
+        checks.check_input(input, self.input_size, weight, batch_first=self.batch_first, cast=cast)
+        batched = input.dim() == 3
+        if not batched:
+            x = input.unsqueeze(1)
+        else:
+            x = input.transpose(0, 1) if self.batch_first else input
+        return x, checks.read_lengths(lengths, x.shape[1], x.device, packed=False), batched
+
+    def _plan(self, stack: StackCall, traced: bool, transformed: bool) -> ExecutionPlan:
+        x, c0 = stack.input_TBI, stack.c0
+        tensors = (x, stack.h0, *stack.weights)
+        needs_grad = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in tensors) or (c0 is not None and c0.requires_grad)
+        )
+        device = x.device.type
+        return plan_from(  # in the order of RnnSpec's fields
+            stack.cell,
+            self.input_size,
+            self.hidden_size,
+            self.num_layers,
+            self.bidirectional,
+            self.proj_size,
+            self.bias,
+            x.dtype,
+            device,
+            stack.dropout,
+            self.variational and stack.dropout > 0,
+            self.layer_norm,
+            self.zoneout != (0.0, 0.0),
+            stack.lengths_B is not None,
+            stack.resets_TB is not None,
+            stack.cell_states,
+            needs_grad,
+            self.keep,
+            self.backend,
+            traced,
+            transformed,
+            not traced and forward_mode_active(),
+            not traced and is_long(x.shape[0], device),
+        )
 
     def _weights_now(self, traced: bool) -> list[Tensor]:
         """The weights as they are at this moment, in the operator's order."""

@@ -67,10 +67,14 @@ class patch:
     """
 
     _depth = 0
+    _installed = False
 
     def __init__(self) -> None:
         self._active = True
-        if patch._depth == 0:
+        if not patch._installed:
+            # Once, and it stays: a class whose __new__ was deleted again does not get object's
+            # back and refuses all arguments. While nothing is patched it does what object's does.
+            patch._installed = True
             for theirs, ours in REPLACEMENTS.items():
                 theirs.__new__ = _constructor(theirs, ours)  # type: ignore[method-assign]
         patch._depth += 1
@@ -81,9 +85,6 @@ class patch:
             return
         self._active = False
         patch._depth -= 1
-        if patch._depth == 0:
-            for theirs in REPLACEMENTS:
-                del theirs.__new__
 
     def __enter__(self) -> patch:
         return self
@@ -99,7 +100,7 @@ class patch:
 
 def _constructor(theirs: type[torch.nn.Module], ours: type[torch.nn.Module]) -> Callable[..., Any]:
     def __new__(cls: type[torch.nn.Module], *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(ours if cls is theirs else cls)
+        return object.__new__(ours if patch._depth > 0 and cls is theirs else cls)
 
     return __new__
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ecornn.backends.aten import CUDNN_MOST_STEPS, NetworkCall, run_layer, run_network
+from ecornn.backends.aten_layer import CUDNN_MOST_STEPS, run_layer
+from ecornn.backends.aten_network import NetworkCall, run_network
 from ecornn.backends.reference import define
 from ecornn.errors import NotDifferentiableTwice
 from ecornn.kernels.reference.problem import working_dtype

@@ -72,10 +72,20 @@ class _Loop:
         self.d_h_initial: Tensor | float = 0.0
         self.d_c_initial: Tensor | float = 0.0
 
-    def step(self, chunk: _Chunk, k: int, t: int) -> None:
+    def initial(self) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the initial states, once all steps are undone."""
+        if self.problem.reset_to != "initial":
+            return self.d_h, self.d_c
+        d_c = None if self.d_c is None else self.d_c + self.d_c_initial
+        return self.d_h + self.d_h_initial, d_c
+
+    def step(
+        self, chunk: _Chunk, k: int, t: int, d_output: Tensor | None, d_cells: Tensor | None
+    ) -> None:
         """Undo step t, the chunk's k-th: takes (d_h, d_c) after the step to those before it."""
         w, cell = self.w, self.problem.cell
-        d_h, d_c = self.d_h, self.d_c
+        d_h = self.d_h if d_output is None else self.d_h + d_output[k]
+        d_c = self.d_c if self.d_c is None or d_cells is None else self.d_c + d_cells[k]
         d_h_frozen: Tensor | float = 0.0
         d_c_frozen: Tensor | float = 0.0
         if self.active is not None:
@@ -267,6 +277,15 @@ def _open_chunk(
     return chunk
 
 
+class Kept(NamedTuple):
+    """What the forward pass left for the backward pass."""
+
+    output_TBR: Tensor
+    cells_TBH: Tensor | None
+    pre_TBK: Tensor | None = None
+    raw_TBG: Tensor | None = None
+
+
 def backward(
     grads: OutputGrads,
     x_TBI: Tensor,
@@ -274,10 +293,7 @@ def backward(
     c0_BH: Tensor | None,
     weights: DirectionWeights,
     problem: Problem,
-    output_TBR: Tensor,
-    cells_TBH: Tensor | None,
-    pre_TBK: Tensor | None = None,
-    raw_TBG: Tensor | None = None,
+    kept: Kept,
     *,
     needs_x: bool = True,
     samples: int = 1,
@@ -287,20 +303,17 @@ def backward(
     w = weights.to(working)
     mask = masks(problem, steps)
     loop = _Loop(w, problem, mask)
-    loop.d_h = torch.zeros_like(h0_BR, dtype=working)
-    loop.d_c = None if c0_BH is None else torch.zeros_like(c0_BH, dtype=working)
-    if grads.h_n_BR is not None:
-        loop.d_h = loop.d_h + grads.h_n_BR.to(working)
-    if grads.c_n_BH is not None and loop.d_c is not None:
-        loop.d_c = loop.d_c + grads.c_n_BH.to(working)
+    loop.d_h = _arriving(grads.h_n_BR, h0_BR, working)
+    loop.d_c = None if c0_BH is None else _arriving(grads.c_n_BH, c0_BH, working)
 
-    def arriving(grad: Tensor | None, start: int, stop: int) -> Tensor | None:
-        if grad is None:
-            return None
-        part = grad[start:stop].to(working)
-        if mask.active_TB1 is not None and problem.after_end == "zeros":
-            part = part * mask.active_TB1[start:stop]
-        return part
+    def part(values: Tensor | None, start: int, stop: int) -> Tensor | None:
+        return None if values is None else values[start:stop].to(working)
+
+    def grad_part(grad: Tensor | None, start: int, stop: int) -> Tensor | None:
+        found = part(grad, start, stop)
+        if found is not None and mask.active_TB1 is not None and problem.after_end == "zeros":
+            found = found * mask.active_TB1[start:stop]
+        return found
 
     def entering(initial: Tensor, states: Tensor, start: int, stop: int) -> Tensor:
         return entering_states(initial, states, problem, mask, start, stop).to(working)
@@ -310,38 +323,32 @@ def backward(
     elements = x_TBI.shape[1] * w.w_ih.shape[0]
     for start, stop in chunks(steps, elements, descending=not problem.reverse):
         c_in = None
-        if c0_BH is not None and cells_TBH is not None:
-            c_in = entering(c0_BH, cells_TBH, start, stop)
+        if c0_BH is not None and kept.cells_TBH is not None:
+            c_in = entering(c0_BH, kept.cells_TBH, start, stop)
         chunk = _open_chunk(
             input_of(x_TBI, mask, start, stop, working),
-            entering(h0_BR, output_TBR, start, stop),
+            entering(h0_BR, kept.output_TBR, start, stop),
             c_in,
-            (
-                None if pre_TBK is None else pre_TBK[start:stop].to(working),
-                None if raw_TBG is None else raw_TBG[start:stop].to(working),
-            ),
+            (part(kept.pre_TBK, start, stop), part(kept.raw_TBG, start, stop)),
             w,
             problem.cell,
         )
-        d_output = arriving(grads.output_TBR, start, stop)
-        d_cells = arriving(grads.cells_TBH, start, stop)
+        d_output = grad_part(grads.output_TBR, start, stop)
+        d_cells = grad_part(grads.cells_TBH, start, stop)
         for t in range(start, stop) if problem.reverse else reversed(range(start, stop)):
-            if d_output is not None:
-                loop.d_h = loop.d_h + d_output[t - start]
-            if d_cells is not None and loop.d_c is not None:
-                loop.d_c = loop.d_c + d_cells[t - start]
-            loop.step(chunk, t - start, t)
+            loop.step(chunk, t - start, t, d_output, d_cells)
         d_product = sums.chunk(chunk)
         if needs_x:
             d_x.append((d_product @ w.w_ih).to(dtype))
 
-    d_h0, d_c0 = loop.d_h, loop.d_c
-    if problem.reset_to == "initial":
-        d_h0 = d_h0 + loop.d_h_initial
-        d_c0 = None if d_c0 is None else d_c0 + loop.d_c_initial
+    d_h0, d_c0 = loop.initial()
     return DirectionGrads(
         torch.cat(d_x if problem.reverse else d_x[::-1]) if needs_x else None,
         d_h0.to(dtype),
         None if d_c0 is None else d_c0.to(dtype),
         DirectionWeights(**{name: value.to(dtype) for name, value in sums.sums.items()}),
     )
+
+
+def _arriving(grad: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype) if grad is None else grad.to(dtype)
