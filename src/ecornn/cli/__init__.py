@@ -1,0 +1,1 @@
+"""The command line: `app` puts the commands together, one file each."""

@@ -1,0 +1,1 @@
+"""Whole programs that train something, written with the public API alone, as a user would."""
