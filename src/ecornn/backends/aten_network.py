@@ -62,18 +62,26 @@ def in_one_buffer(weights: list[Tensor], bias: bool, per_direction: int) -> list
     """
     is_bias = [bias and i % per_direction in (2, 3) for i in range(len(weights))]
     order = sorted(range(len(weights)), key=lambda i: (is_bias[i], i))
-    pointer = weights[order[0]].data_ptr()
-    storage = weights[order[0]].untyped_storage().data_ptr()
-    for i in order:
-        if weights[i].data_ptr() != pointer or not weights[i].is_contiguous():
-            break
-        pointer += weights[i].numel() * weights[i].element_size()
-    else:
-        if weights[order[0]].data_ptr() == storage:
-            return weights
-    flat = torch.cat([weights[i].reshape(-1) for i in order])
+    if bias and _in_one_buffer_already([weights[i] for i in order]):
+        return weights
+    pieces = [weights[i].reshape(-1) for i in order]
+    if not bias:
+        # cuDNN's buffer has room for two biases a direction whether they are used or not
+        directions = len(weights) // per_direction
+        pieces.append(weights[0].new_zeros(directions * 2 * weights[0].shape[0]))
+    flat = torch.cat(pieces)
     views: list[Tensor] = [flat] * len(weights)
-    pieces = flat.split([weights[i].numel() for i in order])
-    for i, piece in zip(order, pieces, strict=True):
-        views[i] = piece.view(weights[i].shape)
+    for i, view in zip(order, flat.split([piece.numel() for piece in pieces]), strict=False):
+        views[i] = view.view(weights[i].shape)
     return views
+
+
+def _in_one_buffer_already(weights: list[Tensor]) -> bool:
+    """Whether the weights lie one after another from the start of their storage, as those of a
+    torch.nn layer on CUDA do."""
+    expected = weights[0].untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != expected or not weight.is_contiguous():
+            return False
+        expected += weight.numel() * weight.element_size()
+    return True

@@ -137,7 +137,17 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         for name, value in DEFAULTS.items():
             self.__dict__.setdefault(name, value)
         self._made = self._make()
+        self._forget_weights()
         let_dynamo_trace()
+
+    def _init_flat_weights(self) -> None:
+        super()._init_flat_weights()
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        """Drop torch's weak references to the weights: nothing here reads them, and
+        torch.utils.swap_tensors refuses a tensor that has one."""
+        self._flat_weight_refs = [None] * len(self._flat_weights)
 
     def extra_repr(self) -> str:
         changed = [
@@ -185,7 +195,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         transformed = not traced and transforms_active()
         weights = self._weights_now(traced)
         weight = weights[0]
-        cast = torch.is_autocast_enabled(weight.device.type)
+        cast = checks.casting(weight.device.type)
         self._check_choices(after_end, reset_to, return_cell_states)
         x, lengths_B, batched = self._read_input(input, lengths, weight, cast=cast)
         packed = input if isinstance(input, PackedSequence) else None

@@ -13,7 +13,7 @@ from ecornn.nn import checks
 
 def _check_step(module: torch.nn.RNNCellBase, x: Any, states: tuple[Any, ...]) -> None:
     weight = module.weight_ih
-    cast = torch.is_autocast_enabled(weight.device.type)
+    cast = checks.casting(weight.device.type)
     if not isinstance(x, Tensor):
         raise InvalidInput(
             "input", f"a {type(x).__name__}", "a Tensor", "convert it with torch.as_tensor"

@@ -17,6 +17,11 @@ from ecornn.errors import InvalidInput
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def casting(device: str) -> bool:
+    """Whether autocast is on for this kind of device; some kinds, like meta, have none."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def shape_of(x: Tensor) -> str:
     return f"{x.dim()}-D {tuple(x.shape)}"
 

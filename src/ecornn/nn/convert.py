@@ -50,8 +50,9 @@ def _convert_one(module: torch.nn.Module) -> None:
     if kind in REPLACEMENTS:
         module.__class__ = REPLACEMENTS[kind]
     elif parametrize.is_parametrized(module) and kind.__bases__[0] in REPLACEMENTS:
-        # parametrize gave this one module a class of its own
-        kind.__bases__ = (REPLACEMENTS[kind.__bases__[0]],)
+        # parametrize made a class for this module, which its copies share: a new one for this one
+        own = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
+        module.__class__ = type(kind.__name__, (REPLACEMENTS[kind.__bases__[0]],), own)
     else:
         return
     if isinstance(module, RecurrentLayer):
@@ -70,23 +71,30 @@ class patch:
     _installed = False
 
     def __init__(self) -> None:
+        self._active = False
+        self._activate()
+
+    def _activate(self) -> None:
+        if self._active:
+            return
         self._active = True
         if not patch._installed:
             # Once, and it stays: a class whose __new__ was deleted again does not get object's
             # back and refuses all arguments. While nothing is patched it does what object's does.
             patch._installed = True
             for theirs, ours in REPLACEMENTS.items():
-                theirs.__new__ = _constructor(theirs, ours)  # type: ignore[method-assign]
+                theirs.__new__ = staticmethod(_constructor(theirs, ours))  # type: ignore[method-assign]
         patch._depth += 1
 
     def undo(self) -> None:
-        """Give the classes back as they were. Layers made meanwhile stay ours."""
+        """From here on torch's classes make torch's layers. Layers made meanwhile stay ours."""
         if not self._active:
             return
         self._active = False
         patch._depth -= 1
 
     def __enter__(self) -> patch:
+        self._activate()
         return self
 
     def __exit__(

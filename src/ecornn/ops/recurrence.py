@@ -106,18 +106,22 @@ def recurrence(*args: Any) -> Outputs:
     call = read_call(*args)
     check_lengths_within(call.lengths_B, call.input_TBI.shape[0])
     backend = args[-2]
-    return _as_outputs(_unaliased(by_name(backend).forward(call), call))
+    output, h_n, c_n, cells, kept = _as_outputs(by_name(backend).forward(call))
+    found = owned((output, h_n, c_n, cells, *kept), (call.input_TBI, call.h0_DBR, call.c0_DBH))
+    return found[0], found[1], found[2], found[3], found[4:]
 
 
-def _unaliased(result: LayerResult, call: LayerCall) -> LayerResult:
-    """An operator's outputs must own their memory; a frozen state may be the one that came in."""
-    given = {state.data_ptr() for state in (call.h0_DBR, call.c0_DBH) if state is not None}
-    h_n, c_n = result.h_n_DBR, result.c_n_DBH
-    if h_n.data_ptr() in given:
-        h_n = h_n.clone()
-    if c_n is not None and c_n.data_ptr() in given:
-        c_n = c_n.clone()
-    return result._replace(h_n_DBR=h_n, c_n_DBH=c_n)
+def owned(found: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
+    """The same values, each in memory of its own, as an operator must return them: a frozen state
+    may be the one that came in, and gradients may be views of one buffer."""
+    taken = {t.untyped_storage().data_ptr() for t in given if t is not None}
+    result = []
+    for value in found:
+        if value.numel() and value.untyped_storage().data_ptr() in taken:
+            value = value.clone()
+        taken.add(value.untyped_storage().data_ptr())
+        result.append(value)
+    return result
 
 
 @recurrence.register_fake
@@ -174,8 +178,8 @@ def recurrence_backward(
     # h_n and c_n are not read by backends: the output and the cell states hold them
     result = LayerResult(output, call.h0_DBR, None, cells if cells.numel() else None, kept)
     ask = BackwardRequest(needs_input, samples)
-    found = by_name(backend).backward(call, result, grads, ask)
-    return _flat_grads(found, call.input_TBI)
+    found = _flat_grads(by_name(backend).backward(call, result, grads, ask), call.input_TBI)
+    return owned(found, (*grads, output, cells, call.input_TBI, call.h0_DBR, call.c0_DBH))
 
 
 def _flat_grads(grads: CallGrads, x: Tensor) -> list[Tensor]:
