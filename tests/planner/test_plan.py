@@ -1,0 +1,138 @@
+"""Who is chosen, who refused, and that the plan says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ecornn
+from ecornn.backends.registry import BACKENDS, by_name
+from ecornn.planner import plan
+from ecornn.spec import RnnSpec
+
+PLAIN = RnnSpec("lstm", 4, 8)
+
+
+def asked(**changes: Any) -> RnnSpec:
+    return RnnSpec(**{**vars(PLAIN), **changes})
+
+
+def test_a_plain_network_runs_whole_on_torchs_kernels() -> None:
+    found = plan(PLAIN)
+    assert (found.backend, found.scope, found.keep) == ("aten", "network", "none")
+    assert found.rejections == ()
+
+
+@pytest.mark.parametrize(
+    ("feature", "word"),
+    [
+        ("resets", "resets"),
+        ("layer_norm", "layer norm"),
+        ("zoneout", "zoneout"),
+        ("cell_states", "cell state"),
+        ("transformed", "torch.func"),
+        ("forward_mode", "forward-mode"),
+    ],
+)
+def test_what_torchs_kernels_lack_goes_to_the_reference(feature: str, word: str) -> None:
+    found = plan(asked(**{feature: True}))
+    assert found.backend == "reference"
+    assert [r.backend for r in found.rejections] == ["aten"]
+    assert word in found.rejections[0].reason
+    assert str(found.rejections[0]) in found.explain()
+
+
+@pytest.mark.parametrize("keep", ["states", "gates"])
+def test_a_keep_mode_that_is_asked_for_is_what_runs(keep: str) -> None:
+    found = plan(asked(keep=keep, needs_grad=True))
+    assert (found.backend, found.keep) == ("reference", keep)
+    assert keep in found.rejections[0].reason
+
+
+def test_nothing_is_kept_where_no_gradient_is_needed() -> None:
+    assert plan(asked(resets=True)).keep == "none"
+    assert plan(asked(resets=True, needs_grad=True)).keep == "states"
+
+
+@pytest.mark.parametrize("reason", ["lengths", "long", "variational"])
+def test_layers_are_run_apart_where_the_whole_cannot_be(reason: str) -> None:
+    assert plan(asked(**{reason: True})).scope == "layer"
+
+
+def test_a_tracer_sees_operators() -> None:
+    assert plan(asked(traced=True)).scope == "operator"
+    assert plan(asked(traced=True, resets=True)).scope == "operator"
+
+
+def test_forward_mode_sees_through_the_definition() -> None:
+    assert plan(asked(forward_mode=True)).scope == "inline"
+
+
+def test_a_named_backend_is_used_or_the_refusal_raised() -> None:
+    found = plan(asked(backend="reference"))
+    assert found.backend == "reference"
+    assert "by name" in found.explain()
+    with pytest.raises(ecornn.NoBackend, match="resets inside a sequence"):
+        plan(asked(backend="aten", resets=True))
+
+
+def test_an_unknown_device_is_left_to_the_reference() -> None:
+    found = plan(asked(device="mps"))
+    assert found.backend == "reference"
+    assert "mps" in found.rejections[0].reason
+
+
+def test_explain_tells_request_choice_and_refusals() -> None:
+    spec = asked(
+        layers=2,
+        bidirectional=True,
+        projection=3,
+        bias=False,
+        dropout=0.25,
+        layer_norm=True,
+        lengths=True,
+        resets=True,
+        needs_grad=True,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    told = plan(spec).explain()
+    for word in (
+        "lstm 4→8",
+        "2 layers",
+        "bidirectional",
+        "projected to 3",
+        "no bias",
+        "dropout 0.25",
+        "layer norm",
+        "lengths",
+        "resets",
+        "bfloat16 on cuda",
+        "runs on reference",
+        "refused: aten",
+        "states are kept",
+    ):
+        assert word in told, word
+    assert str(plan(spec)) == told
+
+
+def test_a_layers_explanation_matches_what_it_runs() -> None:
+    layer = ecornn.LSTM(4, 8, 2)
+    x = torch.randn(5, 3, 4)
+    before = torch.get_rng_state()
+    told = layer.explain(x)
+    assert torch.equal(before, torch.get_rng_state())
+    assert told.backend == "aten"
+    assert told.spec.needs_grad
+    assert not layer.requires_grad_(False).explain(x).spec.needs_grad
+    assert layer.explain(x, resets=torch.zeros(5, 3, dtype=torch.bool)).backend == "reference"
+
+
+def test_backends_have_distinct_names_and_can_be_looked_up() -> None:
+    names = [backend.name for backend in BACKENDS]
+    assert len(set(names)) == len(names)
+    assert all(by_name(name).name == name for name in names)
+    with pytest.raises(KeyError, match=r"no backend is called 'cudnn'.*aten"):
+        by_name("cudnn")
