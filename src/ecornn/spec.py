@@ -51,7 +51,7 @@ class RnnSpec:
     `lengths` and `resets` say that the call has them, not their values; `long` says that there are
     more steps than cuDNN takes. `transformed` says that torch.func is at work around the call
     (vmap, grad), `forward_mode` that forward-mode derivatives are, `traced` that a compiler or
-    exporter is.
+    exporter is, `captured` that a CUDA graph is being captured.
     """
 
     cell: str
@@ -77,6 +77,7 @@ class RnnSpec:
     transformed: bool = False
     forward_mode: bool = False
     long: bool = False
+    captured: bool = False
 
     @property
     def directions(self) -> int:

@@ -28,7 +28,6 @@ def test_a_plain_network_runs_whole_on_torchs_kernels() -> None:
 @pytest.mark.parametrize(
     ("feature", "word"),
     [
-        ("resets", "resets"),
         ("layer_norm", "layer norm"),
         ("zoneout", "zoneout"),
         ("cell_states", "cell state"),
@@ -52,11 +51,11 @@ def test_a_keep_mode_that_is_asked_for_is_what_runs(keep: str) -> None:
 
 
 def test_nothing_is_kept_where_no_gradient_is_needed() -> None:
-    assert plan(asked(resets=True)).keep == "none"
-    assert plan(asked(resets=True, needs_grad=True)).keep == "states"
+    assert plan(asked(layer_norm=True)).keep == "none"
+    assert plan(asked(layer_norm=True, needs_grad=True)).keep == "states"
 
 
-@pytest.mark.parametrize("reason", ["lengths", "long", "variational"])
+@pytest.mark.parametrize("reason", ["lengths", "resets", "long", "variational"])
 def test_layers_are_run_apart_where_the_whole_cannot_be(reason: str) -> None:
     assert plan(asked(**{reason: True})).scope == "layer"
 
@@ -74,8 +73,17 @@ def test_a_named_backend_is_used_or_the_refusal_raised() -> None:
     found = plan(asked(backend="reference"))
     assert found.backend == "reference"
     assert "by name" in found.explain()
-    with pytest.raises(ecornn.NoBackend, match="resets inside a sequence"):
-        plan(asked(backend="aten", resets=True))
+    with pytest.raises(ecornn.NoBackend, match="no layer norm"):
+        plan(asked(backend="aten", layer_norm=True))
+
+
+@pytest.mark.parametrize("watched", ["traced", "captured"])
+def test_resets_are_read_on_the_host_only_where_the_host_may_wait(watched: str) -> None:
+    assert plan(asked(resets=True, device="cuda")).backend == "aten"
+    assert plan(asked(resets=True, device="cpu", **{watched: True})).backend == "aten"
+    found = plan(asked(resets=True, device="cuda", **{watched: True}))
+    assert found.backend == "reference"
+    assert "host" in found.rejections[0].reason
 
 
 def test_an_unknown_device_is_left_to_the_reference() -> None:
@@ -127,7 +135,8 @@ def test_a_layers_explanation_matches_what_it_runs() -> None:
     assert told.backend == "aten"
     assert told.spec.needs_grad
     assert not layer.requires_grad_(False).explain(x).spec.needs_grad
-    assert layer.explain(x, resets=torch.zeros(5, 3, dtype=torch.bool)).backend == "reference"
+    assert layer.explain(x, resets=torch.zeros(5, 3, dtype=torch.bool)).scope == "layer"
+    assert layer.explain(x, return_cell_states=True).backend == "reference"
 
 
 def test_backends_have_distinct_names_and_can_be_looked_up() -> None:

@@ -30,7 +30,10 @@ class Aten:
 
     def refuse(self, spec: RnnSpec) -> str | None:
         wanted = (
-            (spec.resets, "its kernels have no resets inside a sequence"),
+            (
+                spec.resets and spec.device == "cuda" and (spec.traced or spec.captured),
+                "it reads the resets on the host, and a captured graph cannot wait for that",
+            ),
             (spec.layer_norm, "its kernels have no layer norm"),
             (spec.zoneout, "its kernels have no zoneout"),
             (spec.cell_states, "its kernels return only the last cell state"),

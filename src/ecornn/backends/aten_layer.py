@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ecornn.backends.aten_network import NetworkCall, run_network
+from ecornn.backends.aten_rows import Run, costs_of, rows_of, run_rows
 from ecornn.backends.protocol import LayerCall, LayerResult
 from ecornn.kernels.reference import DirectionWeights
 
@@ -24,20 +25,11 @@ SATURATING = 1e4
 #: Half-precision tensor cores want the inner dimension of a product in multiples of this.
 TENSOR_CORE_MULTIPLE = 8
 
-#: On the CPU a batch of mixed lengths runs in this many stretches of time, each without the
-#: sequences that have ended: for even lengths 5/8 of the padded work. More stretches save little,
-#: and each new shape costs oneDNN half a millisecond to prepare.
-STRETCHES = 4
-LEAST_STRETCH = 16
-
-#: (output, h_n, c_n) of one direction: (T, B, R), (1, B, R), (1, B, H).
-Run = tuple[Tensor, Tensor, Tensor | None]
-
 
 def run_layer(call: LayerCall) -> LayerResult:
-    """One layer, recorded by autograd; with lengths every direction is a call of its own."""
+    """One layer, recorded by autograd; with ends or resets each direction is a call of its own."""
     limited = call.input_TBI.is_cuda and call.input_TBI.shape[0] > CUDNN_MOST_STEPS
-    if call.lengths_B is None and not limited:
+    if call.lengths_B is None and call.resets_TB is None and not limited:
         output, h_n, c_n = _run_plain(call)
         return LayerResult(output, h_n, c_n, None, [])
 
@@ -79,22 +71,31 @@ def _run_plain(call: LayerCall) -> Run:
 
 
 def _run_direction(call: LayerCall, *, reverse: bool) -> Run:
-    """One direction as a forward run: a reverse one on input turned around within its length."""
-    steps, lengths = call.input_TBI.shape[0], call.lengths_B
-    if reverse:
-        call = replace(call, input_TBI=_turned(call.input_TBI, lengths))
-    if lengths is None:
-        output, h_n, c_n = _run_in_pieces(call)
-    elif call.input_TBI.is_cuda:
-        # reading the lengths would make the host wait for the device
-        output, h_n, c_n = _run_held(call, lengths)
+    """One direction as a forward run, turned around within its ends where it is the reverse one."""
+    lengths, steps = call.lengths_B, call.input_TBI.shape[0]
+    if call.resets_TB is None and (lengths is None or call.input_TBI.is_cuda):
+        # no need to read the lengths, which would make the host wait for the device
+        turned = replace(call, input_TBI=_turned(call.input_TBI, lengths)) if reverse else call
+        output, h_n, c_n = _run_in_pieces(turned) if lengths is None else _run_held(turned, lengths)
+        output = _turned(output, lengths) if reverse else output
     else:
-        output, h_n, c_n = _run_in_stretches(call, lengths)
-    if reverse:
-        output = _turned(output, lengths)
-    if lengths is not None and call.after_end == "frozen":
-        output = torch.where(_active(steps, lengths), output, call.h0_DBR if reverse else h_n)
+        rows = rows_of(call, reverse=reverse)
+        output, h_n, c_n = run_rows(call, rows, _run_stretch, costs_of(call))
+    if lengths is not None:
+        rest = torch.zeros_like(h_n)
+        if call.after_end == "frozen":
+            rest = call.h0_DBR if reverse else h_n
+        output = torch.where(_active(steps, lengths), output, rest)
     return output, h_n, c_n
+
+
+def _run_stretch(call: LayerCall, lengths_B: Tensor | None) -> Run:
+    """Forwards; output and h_n beyond an end are not defined, c_n is the one at the end."""
+    if lengths_B is not None and call.cell == "lstm":
+        active_TB1 = _active(call.input_TBI.shape[0], lengths_B)
+        x, weights = _hold_cell_after_end(call.input_TBI, active_TB1, call.weights[0])
+        call = replace(call, input_TBI=x, weights=(weights,))
+    return _run_in_pieces(call)
 
 
 def _run_in_pieces(call: LayerCall) -> Run:
@@ -107,84 +108,16 @@ def _run_in_pieces(call: LayerCall) -> Run:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs), h, c
 
 
-def _run_in_stretches(call: LayerCall, lengths_B: Tensor) -> Run:
-    """Longest sequences first, so that those still running are always the first rows."""
-    order = lengths_B.argsort(descending=True, stable=True)
-    in_order = bool((order[1:] > order[:-1]).all())
-    call = call if in_order else _rows(call, order)
-    ends = lengths_B[order]
-
-    steps, batch, _ = call.input_TBI.shape
-    h, c = call.h0_DBR, call.c0_DBH
-    outputs: list[Tensor] = []
-    ended_h: list[Tensor] = []
-    ended_c: list[Tensor] = []
-    start = 0
-    for stop in stretch_ends(ends.tolist()):
-        running = int((ends > start).sum())
-        ended_h.append(h[:, running:])
-        h = h[:, :running]
-        if c is not None:
-            ended_c.append(c[:, running:])
-            c = c[:, :running]
-        left = (ends[:running] - start).clamp(max=stop - start)
-        stretch = replace(call, input_TBI=call.input_TBI[start:stop, :running], h0_DBR=h, c0_DBH=c)
-        ragged = int(left[-1]) < stop - start
-        output, h, c = _run_held(stretch, left) if ragged else _run_plain(stretch)
-        outputs.append(F.pad(output, (0, 0, 0, batch - running)))
-        start = stop
-    if start < steps:
-        outputs.append(h.new_zeros(steps - start, batch, h.shape[-1]))
-    output = torch.cat(outputs)
-    h_n = torch.cat([h, *reversed(ended_h)], 1)
-    c_n = None if c is None else torch.cat([c, *reversed(ended_c)], 1)
-    if in_order:
-        return output, h_n, c_n
-    back = order.argsort()
-    return (
-        output.index_select(1, back),
-        h_n.index_select(1, back),
-        None if c_n is None else c_n.index_select(1, back),
-    )
-
-
-def stretch_ends(descending_ends: list[int]) -> list[int]:
-    """Where to stop and drop the sequences that have ended: at quantiles of the lengths."""
-    ascending = descending_ends[::-1]
-    batch = len(ascending)
-    found: list[int] = []
-    for k in range(1, STRETCHES + 1):
-        end = ascending[batch * k // STRETCHES - 1] if batch * k >= STRETCHES else 0
-        if end >= (found[-1] if found else 0) + LEAST_STRETCH:
-            found.append(end)
-    longest = ascending[-1] if ascending else 0
-    if longest > 0 and (not found or found[-1] < longest):
-        found.append(longest)
-    return found
-
-
-def _rows(call: LayerCall, order: Tensor) -> LayerCall:
-    return replace(
-        call,
-        input_TBI=call.input_TBI.index_select(1, order),
-        h0_DBR=call.h0_DBR.index_select(1, order),
-        c0_DBH=None if call.c0_DBH is None else call.c0_DBH.index_select(1, order),
-    )
-
-
 def _run_held(call: LayerCall, lengths_B: Tensor) -> Run:
-    """All steps of all sequences in one call; zeros beyond each end."""
-    active_TB1 = _active(call.input_TBI.shape[0], lengths_B)
+    """All steps of all sequences, each one's last state at its own end."""
     # whatever lies beyond the end, NaN included, must not reach a product
+    active_TB1 = _active(call.input_TBI.shape[0], lengths_B)
     x = torch.where(active_TB1, call.input_TBI, call.input_TBI.new_zeros(()))
-    weights = call.weights[0]
-    if call.cell == "lstm":
-        x, weights = _hold_cell_after_end(x, active_TB1, weights)
-    output, _, c_n = _run_in_pieces(replace(call, input_TBI=x, weights=(weights,)))
+    output, _, c_n = _run_stretch(replace(call, input_TBI=x), lengths_B)
     last_1BR = (lengths_B - 1).clamp(min=0).view(1, -1, 1).expand(1, -1, output.shape[-1])
     begun_1B1 = (lengths_B > 0).view(1, -1, 1)
     h_n = torch.where(begun_1B1, output.gather(0, last_1BR), call.h0_DBR)
-    return torch.where(active_TB1, output, output.new_zeros(())), h_n, c_n
+    return output, h_n, c_n
 
 
 def _hold_cell_after_end(

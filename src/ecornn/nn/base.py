@@ -289,6 +289,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
             transformed,
             not traced and forward_mode_active(),
             not traced and is_long(x.shape[0], device),
+            device == "cuda" and not traced and torch.cuda.is_current_stream_capturing(),
         )
 
     def _weights_now(self, traced: bool) -> list[Tensor]:

@@ -52,6 +52,7 @@ def _scope(backend: Backend, spec: RnnSpec) -> str:
         return "inline"
     if backend.name != "aten" or spec.traced:
         return "operator"
-    # cuDNN's limit on the number of steps and the turning around of reversed sequences both need
-    # the layers apart
-    return "layer" if spec.lengths or spec.long or spec.variational else "network"
+    # ends, resets, cuDNN's limit on the number of steps and one mask a sequence all need the layers
+    # apart
+    apart = spec.lengths or spec.resets or spec.long or spec.variational
+    return "layer" if apart else "network"
