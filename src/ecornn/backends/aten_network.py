@@ -56,32 +56,33 @@ def _weights_a_direction(call: NetworkCall) -> int:
 def in_one_buffer(weights: list[Tensor], bias: bool, per_direction: int) -> list[Tensor]:
     """Views of one buffer that holds the weights as they are now, in cuDNN's order.
 
-    cuDNN wants every matrix and then every bias of the stack in one piece of memory, and torch
-    warns and copies on each call where they are not. The parameters stay where they are, so
-    that tying, pruning, sharding or swapping them needs no care; the copy costs one kernel.
+    cuDNN wants every matrix and then every bias of the stack in one piece of memory. torch.nn lays
+    parameters out so when a layer is moved to CUDA, and where they still are, they are used in
+    place. Where they are not (tied, pruned, re-parametrized, sharded, copied), torch warns and
+    copies; here one kernel copies them as they are now.
     """
     is_bias = [bias and i % per_direction in (2, 3) for i in range(len(weights))]
     order = sorted(range(len(weights)), key=lambda i: (is_bias[i], i))
-    if bias and _in_one_buffer_already([weights[i] for i in order]):
+    # cuDNN's buffer has room for two biases a direction whether they are used or not
+    room = 0 if bias else len(weights) // per_direction * 2 * weights[0].shape[0]
+    if _in_one_buffer_already([weights[i] for i in order], room):
         return weights
     pieces = [weights[i].reshape(-1) for i in order]
-    if not bias:
-        # cuDNN's buffer has room for two biases a direction whether they are used or not
-        directions = len(weights) // per_direction
-        pieces.append(weights[0].new_zeros(directions * 2 * weights[0].shape[0]))
-    flat = torch.cat(pieces)
+    flat = torch.cat([*pieces, weights[0].new_zeros(room)] if room else pieces)
     views: list[Tensor] = [flat] * len(weights)
-    for i, view in zip(order, flat.split([piece.numel() for piece in pieces]), strict=False):
+    for i, view in zip(order, flat.split([*(p.numel() for p in pieces), room]), strict=False):
         views[i] = view.view(weights[i].shape)
     return views
 
 
-def _in_one_buffer_already(weights: list[Tensor]) -> bool:
-    """Whether the weights lie one after another from the start of their storage, as those of a
-    torch.nn layer on CUDA do."""
-    expected = weights[0].untyped_storage().data_ptr()
+def _in_one_buffer_already(weights: list[Tensor], room: int) -> bool:
+    """Whether the weights lie one after another from the start of their storage, with so much
+    room behind them."""
+    storage = weights[0].untyped_storage()
+    expected = storage.data_ptr()
+    size = weights[0].element_size()
     for weight in weights:
         if weight.data_ptr() != expected or not weight.is_contiguous():
             return False
-        expected += weight.numel() * weight.element_size()
-    return True
+        expected += weight.numel() * size
+    return expected + room * size <= storage.data_ptr() + storage.nbytes()

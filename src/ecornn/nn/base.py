@@ -16,6 +16,7 @@ from ecornn.backends.registry import BACKENDS
 from ecornn.errors import InvalidInput
 from ecornn.nn import checks
 from ecornn.nn.compiling import Traceable, let_dynamo_trace
+from ecornn.nn.packing import pack, pad
 from ecornn.nn.stack import StackCall, StackResult, drop, is_long, plan_from, run_stack
 from ecornn.nn.weights import add_norms, reset_norms, weight_names
 from ecornn.ops.checks import check_lengths_within
@@ -46,6 +47,7 @@ class _Read(NamedTuple):
     plan: ExecutionPlan
     batched: bool
     packed: PackedSequence | None
+    cast: bool  # whether autocast was on
 
 
 class Made(NamedTuple):
@@ -124,10 +126,6 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         super().reset_parameters()
         reset_norms(self)
 
-    def flatten_parameters(self) -> None:
-        """Accepted for compatibility. Weights are read as they are at each call, so there is
-        nothing to flatten and no copy that could grow stale."""
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._fill_options()
@@ -169,7 +167,12 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         return_cell_states: bool = False,
     ) -> Any:
         read = self._read(input, hx, lengths, after_end, resets, reset_to, return_cell_states)
-        result = run_stack(self._with_noise(read.stack), read.plan)
+        if read.cast:
+            # all is in autocast's dtype already, and torch 2.11 would cast cuDNN's call to float16
+            with torch.autocast(read.stack.input_TBI.device.type, enabled=False):
+                result = run_stack(self._with_noise(read.stack), read.plan)
+        else:
+            result = run_stack(self._with_noise(read.stack), read.plan)
         return self._present(result, read, return_cell_states)
 
     def explain(
@@ -229,7 +232,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
             *self.zoneout,
             self.training,
         )
-        return _Read(stack, self._plan(stack, traced, transformed), batched, packed)
+        return _Read(stack, self._plan(stack, traced, transformed), batched, packed, cast)
 
     def _check_choices(self, after_end: str, reset_to: str, return_cell_states: bool) -> None:
         checks.check_choice("after_end", after_end, ("zeros", "frozen"))
@@ -249,7 +252,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         if isinstance(input, PackedSequence):
             checks.check_packed(input.data, self.input_size, weight, cast=cast)
             checks.read_lengths(lengths, 0, weight.device, packed=True)
-            return (*_pad(input), True)
+            return (*pad(input), True)
         checks.check_input(input, self.input_size, weight, batch_first=self.batch_first, cast=cast)
         batched = input.dim() == 3
         if not batched:
@@ -367,7 +370,8 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
 
     def _as_input(self, values_TBF: Tensor, read: _Read) -> Any:
         if read.packed is not None:
-            return _pack(values_TBF, read.packed, read.stack.lengths_B)
+            assert read.stack.lengths_B is not None
+            return pack(values_TBF, read.packed, read.stack.lengths_B)
         if not read.batched:
             return values_TBF.squeeze(1)
         return values_TBF.transpose(0, 1) if self.batch_first else values_TBF
@@ -383,16 +387,3 @@ def _check_zoneout(zoneout: Any) -> tuple[float, float]:
     return checks.check_probability("zoneout", pair[0]), checks.check_probability(
         "zoneout", pair[1]
     )
-
-
-def _pad(packed: PackedSequence) -> tuple[Tensor, Tensor]:
-    """A packed sequence as (T, B, I) in its own sorted order, and the lengths on its device."""
-    steps = packed.batch_sizes.shape[0]
-    x, lengths = torch._VF._pad_packed_sequence(packed.data, packed.batch_sizes, False, 0.0, steps)
-    return x, lengths.to(x.device)
-
-
-def _pack(values_TBF: Tensor, packed: PackedSequence, lengths_B: Tensor | None) -> PackedSequence:
-    assert lengths_B is not None
-    data, sizes = torch._VF._pack_padded_sequence(values_TBF, lengths_B.cpu(), False)
-    return PackedSequence(data, sizes, packed.sorted_indices, packed.unsorted_indices)

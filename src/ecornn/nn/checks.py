@@ -17,9 +17,13 @@ from ecornn.errors import InvalidInput
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+#: Kinds of device without autocast, of which torch refuses to say whether it is on.
+NO_AUTOCAST = ("meta",)
+
+
 def casting(device: str) -> bool:
-    """Whether autocast is on for this kind of device; some kinds, like meta, have none."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    """Whether autocast is on for this kind of device."""
+    return device not in NO_AUTOCAST and torch.is_autocast_enabled(device)
 
 
 def shape_of(x: Tensor) -> str:

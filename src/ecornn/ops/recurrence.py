@@ -112,11 +112,12 @@ def recurrence(*args: Any) -> Outputs:
 
 
 def owned(found: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
-    """The same values, each in memory of its own, as an operator must return them: a frozen state
-    may be the one that came in, and gradients may be views of one buffer."""
+    """The same values, each contiguous in memory of its own, as an operator must return them: a
+    frozen state may be the one that came in, and gradients may be views of one buffer."""
     taken = {t.untyped_storage().data_ptr() for t in given if t is not None}
     result = []
     for value in found:
+        value = value.contiguous()
         if value.numel() and value.untyped_storage().data_ptr() in taken:
             value = value.clone()
         taken.add(value.untyped_storage().data_ptr())
