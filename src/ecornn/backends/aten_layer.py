@@ -19,9 +19,6 @@ from ecornn.kernels.reference import DirectionWeights
 #: cuDNN fails beyond this many steps (pytorch#133751); longer sequences run in pieces.
 CUDNN_MOST_STEPS = 65_535
 
-#: Drives a sigmoid to exactly 0 or 1 in every dtype, and is finite in float16.
-SATURATING = 1e4
-
 #: Half-precision tensor cores want the inner dimension of a product in multiples of this.
 TENSOR_CORE_MULTIPLE = 8
 
@@ -134,7 +131,9 @@ def _hold_cell_after_end(
     ended = (~active_TB1).to(x_TBI.dtype)
     hidden = w.w_ih.shape[0] // 4
     column = w.w_ih.new_zeros(4, hidden, extra)
-    for gate, value in enumerate((-SATURATING, SATURATING, 0.0, -SATURATING)):
+    # drives a sigmoid to exactly 0 or 1 whatever the rest of the gate is, and stays finite
+    most = torch.finfo(w.w_ih.dtype).max / 4
+    for gate, value in enumerate((-most, most, 0.0, -most)):
         column[gate, :, 0] = value
     x = torch.cat([x_TBI, F.pad(ended, (0, extra - 1))], -1)
     return x, replace(w, w_ih=torch.cat([w.w_ih, column.view(4 * hidden, extra)], 1))

@@ -104,7 +104,7 @@ def run_rows(
         start = stop
     flat = torch.cat([*outputs, h.new_zeros(1, h.shape[-1])])
     place = torch.where(place < 0, done, place)
-    output = flat.index_select(0, place).view(steps, batch, -1)
+    output = flat.index_select(0, place).view(steps, batch, h.shape[-1])
 
     sign = 1 if rows.forward else -1
     last_N = (rows.first_N + sign * (rows.length_N - 1)) * batch + rows.sequence_N

@@ -13,14 +13,22 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.backends.registry import BACKENDS
-from ecornn.errors import InvalidInput
 from ecornn.nn import checks
 from ecornn.nn.compiling import Traceable, let_dynamo_trace
 from ecornn.nn.packing import pack, pad
-from ecornn.nn.stack import StackCall, StackResult, drop, is_long, plan_from, run_stack
+from ecornn.nn.plain import plain_call
+from ecornn.nn.stack import (
+    StackCall,
+    StackResult,
+    drop,
+    is_long,
+    plan_from,
+    run_stack,
+    run_whole,
+)
 from ecornn.nn.weights import add_norms, reset_norms, weight_names
 from ecornn.ops.checks import check_lengths_within
-from ecornn.ops.transforms import forward_mode_active, transforms_active
+from ecornn.ops.transforms import forward_mode_active, transforms_active, vmap_active
 from ecornn.planner import ExecutionPlan
 from ecornn.spec import weight_layout
 
@@ -78,7 +86,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
     ) -> None:
         options = {
             "layer_norm": checks.check_flag("layer_norm", layer_norm),
-            "zoneout": _check_zoneout(zoneout),
+            "zoneout": checks.check_zoneout(zoneout),
             "recurrent_dropout": checks.check_probability("recurrent_dropout", recurrent_dropout),
             "input_dropout": checks.check_probability("input_dropout", input_dropout),
             "output_dropout": checks.check_probability("output_dropout", output_dropout),
@@ -166,6 +174,12 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         reset_to: str = "zero",
         return_cell_states: bool = False,
     ) -> Any:
+        if lengths is None and resets is None and not return_cell_states:
+            plain = plain_call(self, input, hx)
+            if plain is not None:
+                output, h_n, c_n, _ = run_whole(*plain)
+                output = output.transpose(0, 1) if self.batch_first else output
+                return output, h_n if c_n is None else (h_n, c_n)
         read = self._read(input, hx, lengths, after_end, resets, reset_to, return_cell_states)
         if read.cast:
             # all is in autocast's dtype already, and torch 2.11 would cast cuDNN's call to float16
@@ -199,14 +213,14 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         weights = self._weights_now(traced)
         weight = weights[0]
         cast = checks.casting(weight.device.type)
-        self._check_choices(after_end, reset_to, return_cell_states)
+        checks.check_call(self._made.cell, after_end, reset_to, return_cell_states)
         x, lengths_B, batched = self._read_input(input, lengths, weight, cast=cast)
         packed = input if isinstance(input, PackedSequence) else None
         resets_TB = checks.read_resets(
             resets, x, batched=batched, batch_first=self.batch_first, packed=packed is not None
         )
         h0, c0 = self._initial(hx, x, weight, batched=batched, cast=cast, packed=packed)
-        if lengths is not None and not traced and not transformed:
+        if lengths is not None and not traced and not vmap_active():
             check_lengths_within(lengths_B, x.shape[0])
         if cast and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(weight.device.type)
@@ -233,17 +247,6 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
             self.training,
         )
         return _Read(stack, self._plan(stack, traced, transformed), batched, packed, cast)
-
-    def _check_choices(self, after_end: str, reset_to: str, return_cell_states: bool) -> None:
-        checks.check_choice("after_end", after_end, ("zeros", "frozen"))
-        checks.check_choice("reset_to", reset_to, ("zero", "initial"))
-        if return_cell_states and self._made.cell != "lstm":
-            raise InvalidInput(
-                "return_cell_states",
-                "True for a layer without cell states",
-                "an LSTM",
-                "the output holds every state of a GRU or RNN",
-            )
 
     def _read_input(
         self, input: Any, lengths: Any, weight: Tensor, *, cast: bool
@@ -375,15 +378,3 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         if not read.batched:
             return values_TBF.squeeze(1)
         return values_TBF.transpose(0, 1) if self.batch_first else values_TBF
-
-
-def _check_zoneout(zoneout: Any) -> tuple[float, float]:
-    """(of h, of c); one number is for both."""
-    pair = zoneout if isinstance(zoneout, (tuple, list)) else (zoneout, zoneout)
-    if len(pair) != 2:
-        raise InvalidInput(
-            "zoneout", f"{len(pair)} numbers", "one, or a pair (for h, for c)", "pass one or two"
-        )
-    return checks.check_probability("zoneout", pair[0]), checks.check_probability(
-        "zoneout", pair[1]
-    )

@@ -50,6 +50,29 @@ def check_flag(argument: str, value: Any) -> bool:
     return value
 
 
+def check_zoneout(zoneout: Any) -> tuple[float, float]:
+    """(of h, of c); one number is for both."""
+    pair = zoneout if isinstance(zoneout, (tuple, list)) else (zoneout, zoneout)
+    if len(pair) != 2:
+        raise InvalidInput(
+            "zoneout", f"{len(pair)} numbers", "one, or a pair (for h, for c)", "pass one or two"
+        )
+    of_h, of_c = (check_probability("zoneout", p) for p in pair)
+    return of_h, of_c
+
+
+def check_call(cell: str, after_end: Any, reset_to: Any, return_cell_states: Any) -> None:
+    check_choice("after_end", after_end, ("zeros", "frozen"))
+    check_choice("reset_to", reset_to, ("zero", "initial"))
+    if check_flag("return_cell_states", return_cell_states) and cell != "lstm":
+        raise InvalidInput(
+            "return_cell_states",
+            "True for a layer without cell states",
+            "an LSTM",
+            "the output holds every state of a GRU or RNN",
+        )
+
+
 def check_input(x: Any, features: int, weight: Tensor, *, batch_first: bool, cast: bool) -> None:
     """`cast` says that autocast is on, which brings input and weights to one dtype."""
     order = "(B, T, I)" if batch_first else "(T, B, I)"
@@ -59,6 +82,10 @@ def check_input(x: Any, features: int, weight: Tensor, *, batch_first: bool, cas
             f"a {type(x).__name__}",
             "a Tensor or a PackedSequence",
             "convert it with torch.as_tensor",
+        )
+    if x.layout != torch.strided:
+        raise InvalidInput(
+            "input", f"a tensor of layout {x.layout}", "a dense one", "convert it with .to_dense()"
         )
     if x.dim() not in (2, 3):
         raise InvalidInput(
@@ -175,6 +202,13 @@ def read_lengths(lengths: Any, batch: Any, device: torch.device, *, packed: bool
     if lengths.dtype not in INTEGERS:
         raise InvalidInput(
             "lengths", str(lengths.dtype), "integers", "convert it with .to(torch.int64)"
+        )
+    if lengths.device.type != "cpu" and lengths.device != device:
+        raise InvalidInput(
+            "lengths",
+            f"a tensor on {lengths.device}",
+            f"one on cpu or on {device}, where the input is",
+            "move it with .cpu()",
         )
     if lengths.dim() == 0:
         lengths = lengths.unsqueeze(0)

@@ -18,7 +18,7 @@ from ecornn.backends.aten_network import NetworkCall, run_network
 from ecornn.backends.reference import define
 from ecornn.errors import NotDifferentiableTwice
 from ecornn.kernels.reference.problem import working_dtype
-from ecornn.ops.native import differentiable_again
+from ecornn.ops.native import differentiable_again, onednn_differentiable_again
 from ecornn.ops.recurrence import differentiable_recurrence, read_call, recurrence
 from ecornn.planner import ExecutionPlan, plan
 from ecornn.spec import RnnSpec
@@ -70,7 +70,7 @@ def plan_from(*fields: Any) -> ExecutionPlan:
 
 def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
     if plan.scope == "network":
-        return _run_whole(call, plan)
+        return run_whole(call, plan.spec.needs_grad)
     x = call.input_TBI
     h_n: list[Tensor] = []
     c_n: list[Tensor] = []
@@ -151,7 +151,7 @@ def _run_one(
         return _filled(result.output_TBO, result.h_n_DBR, result.c_n_DBH, result.cells_TBE)
     result = run_layer(call)
     found = _filled(result.output_TBO, result.h_n_DBR, result.c_n_DBH, None)
-    if not _needs_second_derivative(plan.spec):
+    if not plan.spec.needs_grad or not _only_once(call.cell, call.input_TBI):
         return found
 
     def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -174,9 +174,8 @@ def _filled(
     return output, h_n, empty if c_n is None else c_n, empty if cells is None else cells
 
 
-def _run_whole(call: StackCall, plan: ExecutionPlan) -> StackResult:
+def run_whole(call: StackCall, needs_grad: bool) -> StackResult:
     """The whole stack by torch's own kernels, recorded by autograd."""
-    spec = plan.spec
     output, h_n, c_n = run_network(
         NetworkCall(
             call.cell,
@@ -184,15 +183,19 @@ def _run_whole(call: StackCall, plan: ExecutionPlan) -> StackResult:
             call.h0,
             call.c0,
             list(call.weights),
-            spec.bias,
+            "b_ih" in call.layout,
             call.layers,
             call.directions == 2,
             call.dropout,
-            spec.needs_grad,
+            needs_grad,
         )
     )
-    if not _needs_second_derivative(spec):
+    if not needs_grad or not _only_once(call.cell, call.input_TBI):
         return StackResult(output, h_n, c_n, None)
+    if output.device.type == "cpu":
+        nodes = call.layers * call.directions
+        if onednn_differentiable_again(output, nodes):
+            return StackResult(output, h_n, c_n, None)
 
     def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
         if call.dropout > 0:
@@ -200,7 +203,7 @@ def _run_whole(call: StackCall, plan: ExecutionPlan) -> StackResult:
                 "a second derivative through torch's kernels with dropout between the layers: "
                 "their masks are not known outside; make the layer with backend='reference'"
             )
-        result = run_stack(_with_tensors(call, tensors), _by_reference(spec))
+        result = run_stack(_with_tensors(call, tensors), _BY_REFERENCE)
         return tuple(v for v in result[:3] if v is not None)
 
     states = () if call.c0 is None else (call.c0,)
@@ -211,10 +214,10 @@ def _run_whole(call: StackCall, plan: ExecutionPlan) -> StackResult:
     return StackResult(covered[0], covered[1], covered[2] if states else None, None)
 
 
-def _needs_second_derivative(spec: RnnSpec) -> bool:
-    """cuDNN's and oneDNN's kernels have no second derivative; ATen's own loops do."""
-    by_onednn = spec.cell == "lstm" and spec.dtype != torch.float64
-    return spec.needs_grad and (spec.device == "cuda" or by_onednn)
+def _only_once(cell: str, x: Tensor) -> bool:
+    """Whether torch's kernel for this has no second derivative: cuDNN's and oneDNN's have none,
+    ATen's own loops do."""
+    return x.is_cuda or (cell == "lstm" and x.dtype != torch.float64)
 
 
 def _with_tensors(call: StackCall, tensors: Sequence[Tensor]) -> StackCall:
@@ -223,10 +226,10 @@ def _with_tensors(call: StackCall, tensors: Sequence[Tensor]) -> StackCall:
     return StackCall(call.cell, call.layout, call.layers, call.directions, x, h0, c0, tuple(rest))
 
 
-def _by_reference(spec: RnnSpec) -> ExecutionPlan:
-    return ExecutionPlan(
-        spec, "reference", "states", "operator", "a second derivative needs the definition"
-    )
+#: For second derivatives of a whole stack.
+_BY_REFERENCE = ExecutionPlan(
+    RnnSpec("lstm", 0, 0), "reference", "states", "operator", "the definition is asked for"
+)
 
 
 def is_long(steps: int, device: str) -> bool:

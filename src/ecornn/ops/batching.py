@@ -56,7 +56,9 @@ def vmap_backward(op: Any, size: int, in_dims: Sequence[Any], args: Sequence[Any
     states = 3 if args[start + 2] is not None else 2
     results = [_unfold(t, size) for t in found[:states]]
     for grad in found[states:]:
-        # a weight gradient's leading dimension is the samples, the mapped one outermost
+        # a weight gradient's leading dimension is the samples, the mapped one outermost; one
+        # sample has none
+        grad = grad.unsqueeze(0) if size * samples == 1 else grad
         by_sample = grad.view(size, *((samples,) if samples > 1 else ()), *grad.shape[1:])
         results.append((by_sample, 0))
     return [value for value, _ in results], [dim for _, dim in results]

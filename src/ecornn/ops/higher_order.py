@@ -70,7 +70,7 @@ class SecondDerivative:
         samples: int,
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         sources = [x for x in call[:stop] if x is not None]
-        arrived = [i for i, g in enumerate(grads) if g is not None and g.numel()]
+        arrived = [i for i, g in enumerate(grads) if g is not None and g.dim() > 1]
         states = len(sources) - (stop - self.weights)
         dims = [1] * states + [None] * (stop - self.weights)
         tail_dims = CALL_BATCH_DIMS[self.weights + 1 :]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ecornn.ops.recurrence import recurrence
+from ecornn.spec import weight_layout
 
 
 class _Covered(torch.autograd.Function):
@@ -57,3 +61,71 @@ def differentiable_again(
     from `inputs` by operators that can."""
     covered: tuple[Tensor, ...] = _Covered.apply(definition, len(outputs), *outputs, *inputs)
     return covered
+
+
+#: oneDNN's LSTM layer in autograd's graph, and the inputs it has gradients for, in order.
+_ONEDNN = "MkldnnRnnLayerBackward0"
+_ONEDNN_INPUTS = ("input", "weight0", "weight1", "weight2", "weight3", "hx_", "cx_")
+
+
+def onednn_differentiable_again(output: Tensor, layers: int) -> bool:
+    """Let the `layers` oneDNN nodes behind `output` be differentiated more than once; False if they
+    are not found as this knows them.
+
+    A hook on the node costs a tenth of a function around the call, which for a small layer is the
+    difference between torch.nn's time and more than that.
+    """
+    found = _onednn_nodes(output, layers)
+    if len(found) != layers or not hasattr(type(found[0]), "_saved_weight0"):
+        return False
+    for node in found:
+        node.register_hook(_from_definition)
+    return True
+
+
+def _onednn_nodes(output: Tensor, most: int) -> list[Any]:
+    """The nearest `most` nodes; what lies behind them is not looked at."""
+    found: list[Any] = []
+    waiting = deque([output.grad_fn])
+    seen = set(waiting)
+    while waiting and len(found) < most:
+        node: Any = waiting.popleft()
+        if node.name() == _ONEDNN:
+            found.append(node)
+        for further, _ in node.next_functions:
+            if further is not None and further not in seen:
+                seen.add(further)
+                waiting.append(further)
+    return found
+
+
+def _from_definition(d_inputs: Sequence[Tensor | None], d_outputs: Sequence[Tensor | None]) -> Any:
+    """The gradients again, by operators that can be differentiated, where that will be done."""
+    if not torch.is_grad_enabled():
+        return None
+    # asked for and not kept: a hook that held its own node would never be freed
+    node: Any = torch._C._current_autograd_node()
+    # aliases, as above
+    inputs = [getattr(node, f"_saved_{name}") for name in _ONEDNN_INPUTS]
+    aliases = [x.view_as(x) for x in inputs]
+    x, w_ih, w_hh, b_ih, b_hh, h0, c0 = aliases
+    reverse, biased = node._saved_reverse, node._saved_has_biases
+    outputs = recurrence(
+        x.flip(0) if reverse else x,
+        h0.unsqueeze(0),
+        c0.unsqueeze(0),
+        [w_ih, w_hh, b_ih, b_hh] if biased else [w_ih, w_hh],
+        *(None, None, None, None),
+        *("lstm", weight_layout("lstm", bias=biased, projection=False, layer_norm=False)),
+        *("zero", "zeros", False, "reference", "states"),
+    )
+    output = outputs[0].flip(0) if reverse else outputs[0]
+    pairs = zip((output, outputs[1][0], outputs[2][0]), d_outputs, strict=False)
+    arrived = [(o, d) for o, d in pairs if d is not None]
+    wanted = [a for a, d in zip(aliases, d_inputs, strict=True) if d is not None]
+    found = iter(
+        torch.autograd.grad(
+            [o for o, _ in arrived], wanted, [d for _, d in arrived], create_graph=True
+        )
+    )
+    return tuple(None if d is None else next(found) for d in d_inputs)

@@ -83,6 +83,11 @@ def read_call(
     )
 
 
+def stands_for_none(value: Tensor) -> bool:
+    """Outputs have three dimensions, also where the batch is empty."""
+    return value.dim() == 1
+
+
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
 
@@ -172,12 +177,12 @@ def recurrence_backward(
     call, backend = read_call(*args), args[-2]
     # an output that stands empty for "there is none" may get an equally empty gradient
     arrived = (d_output, d_h_n, d_c_n, d_cells)
-    grads = ResultGrads(*(None if g is None or g.numel() == 0 else g for g in arrived))
-    if call.cell == "lstm" and cells.numel() == 0 and backend == "reference":
+    grads = ResultGrads(*(None if g is None or stands_for_none(g) else g for g in arrived))
+    if call.cell == "lstm" and stands_for_none(cells) and backend == "reference":
         # nothing was kept, because nobody said at the forward pass that a gradient would be taken
         output, _, _, cells, kept = _as_outputs(define(replace(call, keep="states")))
     # h_n and c_n are not read by backends: the output and the cell states hold them
-    result = LayerResult(output, call.h0_DBR, None, cells if cells.numel() else None, kept)
+    result = LayerResult(output, call.h0_DBR, None, None if stands_for_none(cells) else cells, kept)
     ask = BackwardRequest(needs_input, samples)
     found = _flat_grads(by_name(backend).backward(call, result, grads, ask), call.input_TBI)
     return owned(found, (*grads, output, cells, call.input_TBI, call.h0_DBR, call.c0_DBH))

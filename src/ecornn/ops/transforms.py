@@ -18,14 +18,22 @@ def transforms_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def vmap_active() -> bool:
+    """Whether values may be one for each of many samples."""
+    return _any_level(torch._C._functorch.TransformType.Vmap)
+
+
 def forward_mode_active() -> bool:
     """Whether forward-mode derivatives (dual numbers, torch.func.jvp) are being taken."""
     if torch.autograd.forward_ad._current_level >= 0:
         return True
+    return _any_level(torch._C._functorch.TransformType.Jvp)
+
+
+def _any_level(kind: Any) -> bool:
     if not transforms_active():
         return False
-    jvp = torch._C._functorch.TransformType.Jvp
-    return any(layer.key() == jvp for layer in torch._C._functorch.get_interpreter_stack() or ())
+    return any(level.key() == kind for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def through_transforms(

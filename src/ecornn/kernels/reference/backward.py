@@ -62,6 +62,13 @@ class _Chunk:
     d_normed_cell: list[Tensor] = field(default_factory=list)
 
 
+def split(value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(where the mask holds, where it does not), zero elsewhere. Chosen and not multiplied: what a
+    reset or an end cuts off may be infinite."""
+    zero = value.new_zeros(())
+    return torch.where(mask, value, zero), torch.where(mask, zero, value)
+
+
 class _Loop:
     """The state's gradient on its way from the last step to the first."""
 
@@ -89,10 +96,9 @@ class _Loop:
         d_h_frozen: Tensor | float = 0.0
         d_c_frozen: Tensor | float = 0.0
         if self.active is not None:
-            idle = ~self.active[t]
-            d_h, d_h_frozen = d_h * self.active[t], d_h * idle
+            d_h, d_h_frozen = split(d_h, self.active[t])
             if d_c is not None:
-                d_c, d_c_frozen = d_c * self.active[t], d_c * idle
+                d_c, d_c_frozen = split(d_c, self.active[t])
 
         d_h_in: Tensor | float = 0.0
         if (keep_h := at(self.problem.zoneout_h, t)) is not None:
@@ -123,12 +129,11 @@ class _Loop:
         chunk.d_raw.append(d_raw)
 
         if self.cut is not None:
-            cut = self.cut[t]
-            self.d_h_initial = self.d_h_initial + d_h_in * cut
-            d_h_in = d_h_in * ~cut
+            to_initial, d_h_in = split(d_h_in, self.cut[t])
+            self.d_h_initial = self.d_h_initial + to_initial
             if d_c_in is not None:
-                self.d_c_initial = self.d_c_initial + d_c_in * cut
-                d_c_in = d_c_in * ~cut
+                to_initial, d_c_in = split(d_c_in, self.cut[t])
+                self.d_c_initial = self.d_c_initial + to_initial
         self.d_h = d_h_in + d_h_frozen
         self.d_c = None if d_c_in is None else d_c_in + d_c_frozen
 
@@ -311,24 +316,22 @@ def backward(
 
     def grad_part(grad: Tensor | None, start: int, stop: int) -> Tensor | None:
         found = part(grad, start, stop)
-        if found is not None and mask.active_TB1 is not None and problem.after_end == "zeros":
-            found = found * mask.active_TB1[start:stop]
-        return found
+        if found is None or mask.active_TB1 is None or problem.after_end == "frozen":
+            return found
+        return split(found, mask.active_TB1[start:stop])[0]
 
-    def entering(initial: Tensor, states: Tensor, start: int, stop: int) -> Tensor:
+    def entering(initial: Tensor, states: Tensor | None, start: int, stop: int) -> Tensor:
+        assert states is not None
         return entering_states(initial, states, problem, mask, start, stop).to(working)
 
     sums = _WeightSums(w, samples, problem.reverse)
     d_x: list[Tensor] = []
     elements = x_TBI.shape[1] * w.w_ih.shape[0]
     for start, stop in chunks(steps, elements, descending=not problem.reverse):
-        c_in = None
-        if c0_BH is not None and kept.cells_TBH is not None:
-            c_in = entering(c0_BH, kept.cells_TBH, start, stop)
         chunk = _open_chunk(
             input_of(x_TBI, mask, start, stop, working),
             entering(h0_BR, kept.output_TBR, start, stop),
-            c_in,
+            None if c0_BH is None else entering(c0_BH, kept.cells_TBH, start, stop),
             (part(kept.pre_TBK, start, stop), part(kept.raw_TBG, start, stop)),
             w,
             problem.cell,

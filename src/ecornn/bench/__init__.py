@@ -1,0 +1,1 @@
+"""What `ecornn bench` measures, against whom, and what is made of it."""

@@ -1,0 +1,108 @@
+"""The plain call, recognized in a few microseconds.
+
+One step of a small layer, as a reinforcement learning agent takes it, is 20 µs of arithmetic on a
+CPU; reading the call in full and planning it takes as long again. So a call that has nothing
+special about it is recognized by a chain of cheap tests, and runs on torch's kernels as a whole,
+which is also what the planner says of it (`tests/nn/test_plain.py` holds the two together).
+Everything else, bad input included, is left to the full reading.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ecornn.nn.stack import StackCall, is_long
+from ecornn.ops.transforms import transforms_active
+
+if TYPE_CHECKING:
+    from ecornn.nn.base import RecurrentLayer
+
+_DEVICES = ("cpu", "cuda")
+
+
+def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> tuple[StackCall, bool] | None:
+    """(the call, whether a gradient is needed), or None if it may not be plain."""
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.dim() != 3
+        or x.layout != torch.strided
+        or not _has_no_extras(layer)
+        or torch._C._is_any_autocast_enabled()
+        or transforms_active()
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    made, own = layer._made, layer._parameters
+    try:
+        weights: tuple[Any, ...] = tuple([own[name] for name in made.names])
+    except KeyError:
+        return None  # pruned, parametrized or replicated: read as attributes
+    weight, dtype, device = weights[0], x.dtype, x.device
+    if layer.batch_first:
+        x = x.transpose(0, 1)
+    steps, batch, features = x.shape
+    if (
+        features != layer.input_size
+        or steps == 0
+        or dtype != weight.dtype
+        or device != weight.device
+        or device.type not in _DEVICES
+        or is_long(steps, device.type)
+    ):
+        return None
+    states = _plain_states(hx, made.state_sizes, layer.num_layers * made.directions, batch, x)
+    if states is None:
+        return None
+    h0, c0 = states
+    needs_grad = torch.is_grad_enabled() and (
+        weight.requires_grad
+        or x.requires_grad
+        or any([t.requires_grad for t in (h0, *weights)])  # noqa: C419 a list is the faster
+        or (c0 is not None and c0.requires_grad)
+    )
+    dropout = layer.dropout if layer.training and layer.num_layers > 1 else 0.0
+    call = StackCall(
+        *(made.cell, made.layout, layer.num_layers, made.directions),
+        *(x, h0, c0, weights),
+        dropout=dropout,
+    )
+    return call, needs_grad
+
+
+def _has_no_extras(layer: RecurrentLayer) -> bool:
+    return (
+        layer.backend == "auto"
+        and layer.keep == "auto"
+        and not layer.layer_norm
+        and not layer.variational
+        and layer.zoneout == (0.0, 0.0)
+        and not (
+            layer.training
+            and (layer.input_dropout or layer.output_dropout or layer.recurrent_dropout)
+        )
+    )
+
+
+def _plain_states(
+    hx: Any, sizes: tuple[int, ...], count: int, batch: int, x: Tensor
+) -> tuple[Tensor, Tensor | None] | None:
+    if hx is None:
+        h0 = x.new_zeros(count, batch, sizes[0])
+        return h0, x.new_zeros(count, batch, sizes[1]) if len(sizes) == 2 else None
+    given = hx if type(hx) is tuple else (hx,)
+    if len(given) != len(sizes):
+        return None
+    for state, size in zip(given, sizes, strict=True):
+        if (
+            type(state) is not Tensor
+            or state.shape != (count, batch, size)
+            or state.dtype != x.dtype
+            or state.device != x.device
+        ):
+            return None
+    return given[0], given[1] if len(given) == 2 else None

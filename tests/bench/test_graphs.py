@@ -1,0 +1,72 @@
+"""What only a GPU can show: replays from graphs, time between events, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ecornn.bench.calls import Replay, make_call
+from ecornn.bench.cases import Case
+from ecornn.bench.contenders import Contender, contenders_for
+from ecornn.bench.problem import draw_problem, draw_values
+from ecornn.bench.runners import run_case
+from ecornn.bench.timing import QUICK
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+class SynchronizingLSTM(torch.nn.LSTM):
+    """Looks at a value, which no graph can."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, state = super().forward(*args, **kwargs)
+        output.sum().item()
+        return output, state
+
+
+def run(case: Case, *more: Contender) -> dict[str, dict[str, Any]]:
+    contenders = (*more, *contenders_for(case, CUDA))
+    rows = run_case(case, contenders, CUDA, QUICK["cuda"], torch.Generator(CUDA))
+    return {row.contender: dict(row.metrics) for row in rows}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_everyone_is_measured_called_and_replayed(dtype: str) -> None:
+    found = run(Case("lstm", 128, 4, 32, dtype))
+    assert len(found) == 4
+    for name, metrics in found.items():
+        assert "failed" not in metrics, name
+        assert "not_measured" not in metrics, name
+        assert metrics["train_us"] > metrics["forward_us"] > 0
+    assert found["torch.nn"]["peak_bytes"] >= found["torch.nn"]["kept_bytes"] > 0
+
+
+def test_who_cannot_be_captured_says_why_and_disturbs_nobody() -> None:
+    module = type("Module", (), {"LSTM": SynchronizingLSTM})
+    found = run(Case("lstm", 64, 2, 8), Contender("looks+graph", module, graph=True))
+    assert "synchronizing" in found["looks+graph"]["not_measured"]
+    assert "train_us" in found["torch.nn+graph"]
+    assert torch.rand(3, device=CUDA).isfinite().all(), "a failed capture can spoil the generator"
+
+
+def test_who_looks_only_outside_of_captures_is_captured() -> None:
+    found = run(Case("lstm", 64, 4, 8, lengths=True))
+    assert "train_us" in found["ecornn lengths+graph"], found["ecornn lengths+graph"]
+    assert "train_us" in found["torch.nn packed+graph"]
+
+
+def test_a_replay_computes_from_what_was_loaded_last() -> None:
+    generator = torch.Generator(CUDA)
+    problem = draw_problem(Case("lstm", 32, 2, 5), CUDA, generator)
+    call = make_call(Contender("torch.nn", torch.nn), problem, draw_values(problem, generator))
+    replay = Replay(call)
+    values = draw_values(problem, generator)
+    replay.load(values)
+    (output, *_), (gradient, *_) = replay.train()
+    (expected, *_), (expected_gradient, *_) = call.train()
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(gradient, expected_gradient)

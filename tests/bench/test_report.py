@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ecornn.bench.report import HEAD, NOTHING_YET, digits, read_all, render, write_report
+from ecornn.bench.results import Row, merge, write
+from ecornn.errors import InvalidInput
+from support.measured import MIXED, PLAIN, mixed, plain, results, row
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "results.md"
+
+
+def test_the_page_is_what_its_files_make_it() -> None:
+    made = render(read_all(ROOT / "benchmarks" / "results"))
+    assert PAGE.read_text(encoding="utf-8") == made, "run: ecornn bench report"
+
+
+def test_every_committed_file_is_named_after_its_benchmark_and_has_no_failures() -> None:
+    for name, found in read_all(ROOT / "benchmarks" / "results").items():
+        assert name.startswith(found.benchmark)
+        assert [row for row in found.rows if "failed" in row.metrics] == []
+
+
+def test_no_files_make_a_page_that_says_so() -> None:
+    assert render({}) == f"{HEAD}\n{NOTHING_YET}"
+
+
+def test_times_and_ratios_come_from_the_rows() -> None:
+    page = render({"cpu-imaginary.json": plain((2.5, 6.0), (2.0, 9.0))})
+    assert "## cpu-imaginary.json" in page
+    assert "cpu Imaginary; threads 2; torch 9.9" in page
+    assert "| layer | ecornn | torch.nn | torch.nn ÷ ecornn |" in page
+    assert f"| {PLAIN} | 2.50 ± 4% / 6.00 ± 3% | 2.00 ± 5% / 9.00 ± 2% | 0.80× / 1.50× |" in page
+    assert f"| {PLAIN} | 1.0e-07 | 1.0e-07 |" in page
+    assert "| ecornn takes ≤ 1.05× the forward_us of torch.nn | 0 passed, 1 failed" in page
+    assert "| ecornn takes ≤ 1.05× the train_us of torch.nn | 1 passed, 0 failed" in page
+    assert "Memory" not in page
+
+
+def test_every_line_of_a_table_has_as_many_cells() -> None:
+    found = mixed({"ecornn lengths": (1, 2), "torch.nn packed": (3, 4), "torch.nn padded": (5, 6)})
+    lines = render({"x.json": replace(found, rows=(*found.rows, *plain((1, 1), (1, 1)).rows))})
+    tables: list[list[int]] = [[]]
+    for line in lines.splitlines():
+        if line.startswith("|"):
+            tables[-1].append(line.count("|"))
+        elif tables[-1]:
+            tables.append([])
+    assert len([t for t in tables if t]) == 5  # times, errors of both kinds; targets
+    assert all(len(set(table)) <= 1 for table in tables)
+
+
+def test_memory_is_told_in_elements_of_one_state_a_step() -> None:
+    unit = PLAIN.steps * PLAIN.batch * PLAIN.hidden * 4
+    ours = row(PLAIN, "ecornn", 1, 1, kept_bytes=2 * unit, peak_bytes=6 * unit)
+    graph = row(PLAIN, "ecornn+graph", 1, 1)
+    page = render({"x.json": results(ours, graph)})
+    assert f"| layer | ecornn |\n| --- | ---: |\n| {PLAIN} | 2.0 / 6.0 |" in page
+
+
+def test_rows_without_figures_and_rows_of_earlier_runs_are_named() -> None:
+    reason = "RuntimeError: a|b <c>"
+    bad = results(Row(MIXED, "ecornn packed", {"failed": reason}), date="2001")
+    page = render({"x.json": merge(plain((1, 1), (1, 1)), bad)})
+    assert f"- ecornn packed, {MIXED}: RuntimeError: a\\|b &lt;c>" in page
+    assert f"- ecornn, {PLAIN}: date 2000-01-01" in page
+
+
+def test_the_page_is_written_from_a_folder(tmp_path: Path) -> None:
+    write(plain((1, 1), (1, 1)), tmp_path / "b.json")
+    write(plain((1, 1), (1, 1)), tmp_path / "a.json")
+    assert write_report(tmp_path, tmp_path / "page.md") == 2
+    page = (tmp_path / "page.md").read_text()
+    assert page.index("a.json") < page.index("b.json")
+
+
+def test_folders_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="results"):
+        write_report(tmp_path / "missing", tmp_path / "page.md")
+    with pytest.raises(InvalidInput, match="out"):
+        write_report(tmp_path, tmp_path / "missing" / "page.md")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(12345.6, "12,346"), (123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.01234, "0.0123")],
+)
+def test_figures_have_three_digits(value: float, text: str) -> None:
+    assert digits(value) == text

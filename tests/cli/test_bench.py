@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from ecornn.bench import record as recording
+from ecornn.bench import runners
+from ecornn.bench.grids import GRIDS
+from ecornn.bench.record import Recording
+from ecornn.bench.results import Results, read, write
+from ecornn.cli.app import app
+from support.measured import PLAIN, plain, results, row
+
+ONE = "cell=lstm dtype=fp32 lengths=false"
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, found: Results) -> None:
+    """Let `record` return made-up rows instead of measuring."""
+    monkeypatch.setattr(recording, "record", lambda *_: Recording(found, found.rows))
+
+
+def test_a_smoke_run_shows_and_writes_its_rows(tmp_path: Path) -> None:
+    out = tmp_path / "smoke.json"
+    threads = torch.get_num_threads()
+    result = bench(
+        "smoke", "--quick", "--check", "--threads", "1", "--cases", ONE, "--out", str(out)
+    )
+    assert result.exit_code == 0, result.output
+    assert "torch.nn" in result.output
+    assert "no targets" in result.output
+    found = read(out)
+    assert found.benchmark == "smoke"
+    assert found.environment["threads"] == 1
+    assert [r.contender for r in found.rows] == ["ecornn", "torch.nn"]
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("ours", "code", "says"), [(1.0, 0, "2 passed, 0 failed"), (1.5, 1, "1 passed, 1 failed")]
+)
+def test_a_missed_target_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, ours: float, code: int, says: str
+) -> None:
+    pretend(monkeypatch, plain((ours, 1.0), (1.0, 1.0)))
+    result = bench("cpu", "--check")
+    assert result.exit_code == code
+    assert says in result.output
+    assert bench("cpu").exit_code == 0, "nobody asked for the targets"
+
+
+def test_a_wrong_result_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = row(PLAIN, "ecornn", 1, 1, failed="output: relative error 3.0e-01, allowed 1e-04")
+    pretend(monkeypatch, results(wrong, row(PLAIN, "torch.nn", 1, 1)))
+    result = bench("cpu")
+    assert result.exit_code == 1
+    assert f"ecornn, {PLAIN}: output: relative error 3.0e-01" in result.output
+
+
+def test_a_contender_that_cannot_be_captured_is_told_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, results(row(PLAIN, "x+graph", 1, 1, not_measured="cannot be captured")))
+    result = bench("cpu")
+    assert result.exit_code == 0
+    assert "cannot be captured" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["smoke", "--cases", "nonsense"], "cases"),
+        (["smoke", "--cases", "hidden=3"], "none of the 7 cases"),
+        (["smoke", "--out", "missing/folder/x.json"], "out"),
+        (["smoke", "--threads", "0"], "threads"),
+        (["report", "--results", "missing"], "results"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(arguments: list[str], says: str) -> None:
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+    if "error: " in result.stderr:
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_bad_file_is_told_and_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "bad.json"
+    out.write_text("[]")
+    result = bench("smoke", "--quick", "--out", str(out))
+    assert result.exit_code == 2
+    assert "bad.json" in result.stderr
+    assert out.read_text() == "[]"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+def test_the_gpu_s_benchmark_says_that_there_is_none() -> None:
+    result = bench("rnn")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: device: got a machine on which torch finds no CUDA GPU")
+
+
+def test_an_interruption_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runners, "run_case", interrupted)
+    result = bench("smoke", "--quick")
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+
+
+def test_the_report_is_made_from_files(tmp_path: Path) -> None:
+    write(plain((1, 1), (1, 1)), tmp_path / "cpu.json")
+    page = tmp_path / "results.md"
+    result = bench("report", "--results", str(tmp_path), "--out", str(page))
+    assert result.exit_code == 0
+    assert "made from 1 file" in result.output
+    assert "cpu.json" in page.read_text()
+
+
+def test_every_grid_is_a_command() -> None:
+    result = bench("--help")
+    assert all(name in result.output for name in (*GRIDS, "report"))

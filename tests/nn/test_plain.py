@@ -1,0 +1,121 @@
+"""The quick reading of a plain call is the planner's answer, and nothing else passes for plain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import ecornn
+from ecornn.nn.plain import plain_call
+
+LAYERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_layers": 2, "bidirectional": True, "dropout": 0.3},
+    {"batch_first": True, "bias": False},
+)
+
+
+def is_plain(layer: Any, x: Any, hx: Any = None) -> bool:
+    return plain_call(layer, x, hx) is not None
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_a_plain_call_is_read_as_the_planner_would(cell: str, options: dict[str, Any]) -> None:
+    layer, x = getattr(ecornn, cell)(4, 5, **options), torch.randn(6, 3, 4)
+    for trained in (True, False):
+        layer.requires_grad_(trained)
+        found = plain_call(layer, x, None)
+        assert found is not None
+        call, needs_grad = found
+        plan = layer.explain(x)
+        assert (plan.backend, plan.scope) == ("aten", "network")
+        assert plan.spec.needs_grad == needs_grad == trained
+        assert plan.spec.dropout == call.dropout == options.get("dropout", 0.0)
+        full = layer._read(x, None, None, "zeros", None, "zero", False).stack
+        for quick, slow in zip(call, full, strict=True):
+            if isinstance(slow, torch.Tensor):
+                assert torch.equal(quick, slow)
+        assert call.weights == full.weights
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"layer_norm": True},
+        {"zoneout": 0.1},
+        {"recurrent_dropout": 0.1},
+        {"input_dropout": 0.1},
+        {"output_dropout": 0.1},
+        {"num_layers": 2, "dropout": 0.1, "variational": True},
+        {"keep": "states"},
+        {"backend": "reference"},
+        {"backend": "aten"},
+    ],
+    ids=str,
+)
+def test_an_option_is_not_plain(option: dict[str, Any]) -> None:
+    assert not is_plain(ecornn.LSTM(4, 5, **option), torch.randn(6, 3, 4))
+
+
+def test_an_option_set_later_is_not_plain() -> None:
+    layer, x = ecornn.LSTM(4, 5), torch.randn(6, 3, 4)
+    assert is_plain(layer, x)
+    layer.backend = "reference"
+    assert not is_plain(layer, x)
+
+
+def test_weights_that_are_not_parameters_are_not_plain() -> None:
+    x = torch.randn(6, 3, 4)
+    pruned = prune.l1_unstructured(ecornn.LSTM(4, 5), "weight_hh_l0", amount=0.5)
+    assert not is_plain(pruned, x)
+    changed = ecornn.LSTM(4, 5)
+    parametrize.register_parametrization(changed, "weight_ih_l0", nn.Identity())
+    assert not is_plain(changed, x)
+    assert not is_plain(ecornn.LSTM(4, 5)._replicate_for_data_parallel(), x)
+
+
+def test_what_is_watched_is_not_plain() -> None:
+    layer, x = ecornn.LSTM(4, 5), torch.randn(6, 3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not is_plain(layer, x)
+    with torch.autograd.forward_ad.dual_level():
+        assert not is_plain(layer, x)
+    seen = []
+    torch.func.vmap(lambda part: seen.append(is_plain(layer, part)) or part)(x.unsqueeze(0))
+    assert seen == [False]
+
+
+@pytest.mark.parametrize(
+    ("x", "hx"),
+    [
+        (torch.randn(6, 4), None),
+        (torch.randn(6, 3, 5), None),
+        (torch.randn(0, 3, 4), None),
+        (torch.randn(6, 3, 4).double(), None),
+        (torch.randn(6, 3, 4, device="meta"), None),
+        (torch.randn(6, 3, 4), torch.zeros(1, 3, 5)),
+        (torch.randn(6, 3, 4), (torch.zeros(1, 2, 5), torch.zeros(1, 3, 5))),
+        (torch.randn(6, 3, 4), (torch.zeros(1, 3, 5), torch.zeros(1, 3, 5).double())),
+        (torch.randn(6, 3, 4), [torch.zeros(1, 3, 5), torch.zeros(1, 3, 5)]),
+        ([1.0], None),
+    ],
+    ids=[
+        "unbatched",
+        "features",
+        "no steps",
+        "dtype",
+        "device",
+        "one state",
+        "batch of h",
+        "dtype of c",
+        "list",
+        "no tensor",
+    ],
+)
+def test_anything_else_is_left_to_the_full_reading(x: Any, hx: Any) -> None:
+    assert not is_plain(ecornn.LSTM(4, 5), x, hx)
