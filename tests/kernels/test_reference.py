@@ -94,7 +94,7 @@ def test_every_gradient_equals_autograds(
         for name, a, b in zip(names, mine, expected, strict=True):
             assert a is not None
             case = f"{name} with {bias=} {projection=} {norm=} {resets=} {lengths=} {zoneout=}"
-            assert_matches(a, b, 100 * tolerance(torch.float64, STEPS), case)
+            assert_matches(a, b, tolerance(torch.float64, STEPS, order=1), case)
 
 
 @pytest.mark.parametrize("cell", CELLS)

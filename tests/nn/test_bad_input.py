@@ -192,11 +192,12 @@ def refused(call: Callable[[], Any], argument: str, *held: Any) -> ecornn.Invali
     return error
 
 
+@pytest.mark.parametrize("options", [{}, NOISE], ids=["plain", "noisy"])
 @pytest.mark.parametrize(("kind", "argument", "call"), _bad_calls())
 def test_a_bad_call_is_refused_and_changes_nothing(
-    kind: str, argument: str, call: dict[str, Any]
+    kind: str, argument: str, call: dict[str, Any], options: dict[str, float]
 ) -> None:
-    layer = KINDS[kind](I, H, **NOISE)
+    layer = KINDS[kind](I, H, **options)
 
     def good() -> list[Tensor]:
         torch.manual_seed(0)

@@ -325,3 +325,13 @@ def test_the_operator_checks_lengths(backend: str, lengths: list[int]) -> None:
     args[5] = torch.tensor(lengths)
     with pytest.raises(ecornn.InvalidInput, match="lengths"):
         forward(*args)
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_results_are_no_views(directions: int) -> None:
+    """A view among several results could not be changed in place."""
+    layer = ecornn.LSTM(4, 3, bidirectional=directions == 2, backend="reference")
+    output, (h_n, c_n) = layer(torch.randn(5, 2, 4))
+    for result in (output, h_n, c_n):
+        assert not result._is_view()
+        result.mul_(2)

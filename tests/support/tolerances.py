@@ -25,8 +25,14 @@ ONE_STEP = {
 ONE_STEP_OF_CUDNN = ONE_STEP | {torch.float32: 1e-5}
 
 
-def tolerance(dtype: torch.dtype, steps: int = 1, *, cudnn: bool = False) -> float:
-    return (ONE_STEP_OF_CUDNN if cudnn else ONE_STEP)[dtype] * math.sqrt(max(1, steps))
+#: Each derivative sums over one more dimension and loses a little more.
+BY_ORDER = (1, 2, 10)
+
+
+def tolerance(dtype: torch.dtype, steps: int = 1, *, cudnn: bool = False, order: int = 0) -> float:
+    """The bound for a value, or for its derivative of the given order."""
+    one_step = (ONE_STEP_OF_CUDNN if cudnn else ONE_STEP)[dtype]
+    return one_step * math.sqrt(max(1, steps)) * BY_ORDER[order]
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:

@@ -18,6 +18,7 @@ def _check_step(module: torch.nn.RNNCellBase, x: Any, states: tuple[Any, ...]) -
         raise InvalidInput(
             "input", f"a {type(x).__name__}", "a Tensor", "convert it with torch.as_tensor"
         )
+    checks.check_dense("input", x)
     if x.dim() not in (1, 2):
         raise InvalidInput(
             "input",

@@ -83,10 +83,14 @@ def check_input(x: Any, features: int, weight: Tensor, *, batch_first: bool, cas
             "a Tensor or a PackedSequence",
             "convert it with torch.as_tensor",
         )
-    if x.layout != torch.strided:
+    if x.is_nested:
         raise InvalidInput(
-            "input", f"a tensor of layout {x.layout}", "a dense one", "convert it with .to_dense()"
+            "input",
+            "a nested tensor",
+            "a padded one",
+            "pad it with torch.nested.to_padded_tensor and pass lengths",
         )
+    check_dense("input", x)
     if x.dim() not in (2, 3):
         raise InvalidInput(
             "input",
@@ -117,6 +121,13 @@ def check_packed(data: Tensor, features: int, weight: Tensor, *, cast: bool) -> 
             "pack sequences of the layer's input_size",
         )
     check_values_of("input", data, weight, cast=cast)
+
+
+def check_dense(argument: str, x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise InvalidInput(
+            argument, f"a tensor of layout {x.layout}", "a dense one", "convert it with .to_dense()"
+        )
 
 
 def check_values_of(argument: str, x: Tensor, weight: Tensor, *, cast: bool) -> None:
@@ -155,6 +166,7 @@ def check_state(
         raise InvalidInput(
             argument, f"a {type(state).__name__}", f"a Tensor of shape {expected}", "pass a Tensor"
         )
+    check_dense(argument, state)
     if tuple(state.shape) != expected:
         raise InvalidInput(
             argument,
@@ -190,6 +202,10 @@ def read_lengths(lengths: Any, batch: Any, device: torch.device, *, packed: bool
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in lengths):
             raise InvalidInput(
                 "lengths", "a list with other things than ints", "ints", "count whole steps"
+            )
+        if any(abs(n) >= 2**63 for n in lengths):
+            raise InvalidInput(
+                "lengths", "a length beyond 64 bits", "at most the input's steps", "count the steps"
             )
         lengths = torch.tensor(lengths, dtype=torch.int64)
     if not isinstance(lengths, Tensor):

@@ -31,6 +31,7 @@ def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> tuple[StackCall, bool]
         or type(x) is not Tensor
         or x.dim() != 3
         or x.layout != torch.strided
+        or x.is_nested
         or not _has_no_extras(layer)
         or torch._C._is_any_autocast_enabled()
         or transforms_active()
@@ -100,6 +101,7 @@ def _plain_states(
     for state, size in zip(given, sizes, strict=True):
         if (
             type(state) is not Tensor
+            or state.layout != torch.strided
             or state.shape != (count, batch, size)
             or state.dtype != x.dtype
             or state.device != x.device

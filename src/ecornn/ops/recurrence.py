@@ -126,7 +126,8 @@ def owned(found: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tenso
         if value.numel() and value.untyped_storage().data_ptr() in taken:
             value = value.clone()
         taken.add(value.untyped_storage().data_ptr())
-        result.append(value)
+        # detached: torch.stack may return a view, which could not be changed in place later
+        result.append(value.detach())
     return result
 
 
