@@ -177,7 +177,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         if lengths is None and resets is None and not return_cell_states:
             plain = plain_call(self, input, hx)
             if plain is not None:
-                output, h_n, c_n, _ = run_whole(*plain)
+                output, h_n, c_n = run_whole(plain)
                 output = output.transpose(0, 1) if self.batch_first else output
                 return output, h_n if c_n is None else (h_n, c_n)
         read = self._read(input, hx, lengths, after_end, resets, reset_to, return_cell_states)
@@ -373,8 +373,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
 
     def _as_input(self, values_TBF: Tensor, read: _Read) -> Any:
         if read.packed is not None:
-            assert read.stack.lengths_B is not None
-            return pack(values_TBF, read.packed, read.stack.lengths_B)
+            return pack(values_TBF, read.packed)
         if not read.batched:
             return values_TBF.squeeze(1)
         return values_TBF.transpose(0, 1) if self.batch_first else values_TBF

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ecornn.nn.stack import StackCall, is_long
+from ecornn.backends.aten_network import NetworkCall
+from ecornn.nn.stack import is_long
 from ecornn.ops.transforms import transforms_active
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 _DEVICES = ("cpu", "cuda")
 
 
-def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> tuple[StackCall, bool] | None:
-    """(the call, whether a gradient is needed), or None if it may not be plain."""
+def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> NetworkCall | None:
+    """The call as torch's kernels take it, or None if it may not be plain."""
     if (
         torch.compiler.is_compiling()
         or type(x) is not Tensor
@@ -40,7 +41,7 @@ def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> tuple[StackCall, bool]
         return None
     made, own = layer._made, layer._parameters
     try:
-        weights: tuple[Any, ...] = tuple([own[name] for name in made.names])
+        weights: list[Any] = [own[name] for name in made.names]
     except KeyError:
         return None  # pruned, parametrized or replicated: read as attributes
     weight, dtype, device = weights[0], x.dtype, x.device
@@ -66,13 +67,12 @@ def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> tuple[StackCall, bool]
         or any([t.requires_grad for t in (h0, *weights)])  # noqa: C419 a list is the faster
         or (c0 is not None and c0.requires_grad)
     )
-    dropout = layer.dropout if layer.training and layer.num_layers > 1 else 0.0
-    call = StackCall(
-        *(made.cell, made.layout, layer.num_layers, made.directions),
-        *(x, h0, c0, weights),
-        dropout=dropout,
+    return NetworkCall(
+        *(made.cell, x, h0, c0, weights),
+        *(layer.bias, layer.num_layers, layer.bidirectional),
+        layer.dropout if layer.training and layer.num_layers > 1 else 0.0,
+        needs_grad,
     )
-    return call, needs_grad
 
 
 def _has_no_extras(layer: RecurrentLayer) -> bool:

@@ -21,7 +21,7 @@ from ecornn.kernels.reference.problem import working_dtype
 from ecornn.ops.native import differentiable_again, onednn_differentiable_again
 from ecornn.ops.recurrence import differentiable_recurrence, read_call, recurrence
 from ecornn.planner import ExecutionPlan, plan
-from ecornn.spec import RnnSpec
+from ecornn.spec import RnnSpec, weight_layout
 
 
 class StackCall(NamedTuple):
@@ -70,7 +70,7 @@ def plan_from(*fields: Any) -> ExecutionPlan:
 
 def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
     if plan.scope == "network":
-        return run_whole(call, plan.spec.needs_grad)
+        return StackResult(*run_whole(_whole(call, plan.spec.needs_grad)), None)
     x = call.input_TBI
     h_n: list[Tensor] = []
     c_n: list[Tensor] = []
@@ -174,56 +174,65 @@ def _filled(
     return output, h_n, empty if c_n is None else c_n, empty if cells is None else cells
 
 
-def run_whole(call: StackCall, needs_grad: bool) -> StackResult:
-    """The whole stack by torch's own kernels, recorded by autograd."""
-    output, h_n, c_n = run_network(
-        NetworkCall(
-            call.cell,
-            call.input_TBI,
-            call.h0,
-            call.c0,
-            list(call.weights),
-            "b_ih" in call.layout,
-            call.layers,
-            call.directions == 2,
-            call.dropout,
-            needs_grad,
-        )
+def _whole(call: StackCall, needs_grad: bool) -> NetworkCall:
+    return NetworkCall(
+        call.cell,
+        call.input_TBI,
+        call.h0,
+        call.c0,
+        list(call.weights),
+        "b_ih" in call.layout,
+        call.layers,
+        call.directions == 2,
+        call.dropout,
+        needs_grad,
     )
-    if not needs_grad or not _only_once(call.cell, call.input_TBI):
-        return StackResult(output, h_n, c_n, None)
-    if output.device.type == "cpu":
-        nodes = call.layers * call.directions
-        if onednn_differentiable_again(output, nodes):
-            return StackResult(output, h_n, c_n, None)
 
+
+def run_whole(call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The whole stack by torch's own kernels, recorded by autograd: (output, h_n, c_n)."""
+    found = run_network(call)
+    if not call.needs_grad or not _only_once(call.cell, call.input_TBI):
+        return found
+    nodes = call.layers * (2 if call.bidirectional else 1)
+    if not call.input_TBI.is_cuda and onednn_differentiable_again(found[0], nodes):
+        return found
+    return _covered(call, found)
+
+
+def _covered(
+    call: NetworkCall, found: tuple[Tensor, Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None]:
     def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
         if call.dropout > 0:
             raise NotDifferentiableTwice(
                 "a second derivative through torch's kernels with dropout between the layers: "
                 "their masks are not known outside; make the layer with backend='reference'"
             )
-        result = run_stack(_with_tensors(call, tensors), _BY_REFERENCE)
+        result = run_stack(_again(call, tensors), _BY_REFERENCE)
         return tuple(v for v in result[:3] if v is not None)
 
     states = () if call.c0 is None else (call.c0,)
-    found = (output, h_n) if c_n is None else (output, h_n, c_n)
-    covered = differentiable_again(
-        found, (call.input_TBI, call.h0, *states, *call.weights), definition
-    )
-    return StackResult(covered[0], covered[1], covered[2] if states else None, None)
+    outputs = [t for t in found if t is not None]
+    inputs = (call.input_TBI, call.h0, *states, *call.weights)
+    output, h_n, *c_n = differentiable_again(outputs, inputs, definition)
+    return output, h_n, c_n[0] if c_n else None
+
+
+def _again(call: NetworkCall, tensors: Sequence[Tensor]) -> StackCall:
+    x, h0, *rest = tensors
+    c0 = rest.pop(0) if call.c0 is not None else None
+    directions = 2 if call.bidirectional else 1
+    a_direction = len(rest) // (call.layers * directions)
+    projected = a_direction > (4 if call.bias else 2)
+    layout = weight_layout(call.cell, bias=call.bias, projection=projected, layer_norm=False)
+    return StackCall(call.cell, layout, call.layers, directions, x, h0, c0, tuple(rest))
 
 
 def _only_once(cell: str, x: Tensor) -> bool:
     """Whether torch's kernel for this has no second derivative: cuDNN's and oneDNN's have none,
     ATen's own loops do."""
     return x.is_cuda or (cell == "lstm" and x.dtype != torch.float64)
-
-
-def _with_tensors(call: StackCall, tensors: Sequence[Tensor]) -> StackCall:
-    x, h0, *rest = tensors
-    c0 = rest.pop(0) if call.c0 is not None else None
-    return StackCall(call.cell, call.layout, call.layers, call.directions, x, h0, c0, tuple(rest))
 
 
 #: For second derivatives of a whole stack.

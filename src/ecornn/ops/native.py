@@ -85,6 +85,8 @@ def onednn_differentiable_again(output: Tensor, layers: int) -> bool:
 
 def _onednn_nodes(output: Tensor, most: int) -> list[Any]:
     """The nearest `most` nodes; what lies behind them is not looked at."""
+    if most == 1 and output.grad_fn is not None and output.grad_fn.name() == _ONEDNN:
+        return [output.grad_fn]
     found: list[Any] = []
     waiting = deque([output.grad_fn])
     seen = set(waiting)
