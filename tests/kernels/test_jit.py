@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ecornn.kernels.jit import CompileError, Variant, build, cache_key, cached, compiler_unavailable
+from ecornn.kernels import jit
+from ecornn.kernels.jit import (
+    CompileError,
+    Variant,
+    build,
+    cache_key,
+    cached,
+    compiled,
+    compiler_unavailable,
+)
 from ecornn.kernels.jit.store import MAGIC, UnsafeCache
 from ecornn.settings import settings
 
@@ -144,3 +153,15 @@ def test_a_compiler_error_says_what_and_where(
     with pytest.raises(CompileError, match="undeclared") as error:
         build(Variant("broken.cu", "sm_90a"))
     assert "broken.cu for sm_90a" in str(error.value)
+
+
+@needs_compiler
+def test_a_variant_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path))
+    constants = {"CELL": 2, "DTYPE": 0, "UNITS": 16, "CHUNKS": 1, "BATCH_TILES": 1, "WARPS": 4}
+    variant = Variant("persistent_forward.cu", "sm_90a", tuple(constants.items()))
+    code = compiled(variant)
+    assert code[:4] == b"\x7fELF"
+    monkeypatch.setattr(jit, "build", lambda _: no_build())
+    assert compiled(variant) == code
+    assert [file.suffix for file in (tmp_path / "kernels").iterdir()] == [".cubin"]

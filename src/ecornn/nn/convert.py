@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -111,9 +111,3 @@ def _constructor(theirs: type[torch.nn.Module], ours: type[torch.nn.Module]) -> 
         return object.__new__(ours if patch._depth > 0 and cls is theirs else cls)
 
     return __new__
-
-
-def converted_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Names and modules of the layers and cells that are ours."""
-    ours = tuple(REPLACEMENTS.values())
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, ours))

@@ -9,7 +9,6 @@ from ecornn.errors import EcornnError
 from ecornn.kernels.jit.key import SOURCES, Variant
 
 STANDARD = "c++17"
-FLAGS = (f"std={STANDARD}", "use_fast_math=false")
 
 
 class CompileError(EcornnError, RuntimeError):
