@@ -62,6 +62,14 @@ def test_an_option_is_not_plain(option: dict[str, Any]) -> None:
     assert not is_plain(ecornn.LSTM(4, 5, **option), torch.randn(6, 3, 4))
 
 
+@pytest.mark.parametrize(
+    "argument", [{"after_end": "never"}, {"reset_to": 0}, {"return_cell_states": 0}], ids=str
+)
+def test_a_bad_argument_that_would_change_nothing_is_refused(argument: dict[str, Any]) -> None:
+    with pytest.raises(ecornn.InvalidInput, match=next(iter(argument))):
+        ecornn.LSTM(4, 5)(torch.randn(6, 3, 4), **argument)
+
+
 def test_an_option_set_later_is_not_plain() -> None:
     layer, x = ecornn.LSTM(4, 5), torch.randn(6, 3, 4)
     assert is_plain(layer, x)

@@ -174,7 +174,8 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         reset_to: str = "zero",
         return_cell_states: bool = False,
     ) -> Any:
-        if lengths is None and resets is None and not return_cell_states:
+        asks_for_more = lengths is not None or resets is not None or return_cell_states is not False
+        if not asks_for_more and after_end == "zeros" and reset_to == "zero":
             plain = plain_call(self, input, hx)
             if plain is not None:
                 output, h_n, c_n = run_whole(plain)
