@@ -152,7 +152,7 @@ def _turned(x_TBF: Tensor, lengths_B: Tensor | None) -> Tensor:
     time_T1 = torch.arange(steps, device=x_TBF.device).unsqueeze(1)
     ends_1B = lengths_B.unsqueeze(0)
     turned_TB = torch.where(time_T1 < ends_1B, ends_1B - 1 - time_T1, time_T1)
-    # whole rows by their number: three times as fast as a gather over time
+    # whole rows by their number: copies of memory, where a gather over time goes value by value
     rows = turned_TB * batch + torch.arange(batch, device=x_TBF.device)
     flat = x_TBF.reshape(steps * batch, features).index_select(0, rows.flatten())
     return flat.view(steps, batch, features)

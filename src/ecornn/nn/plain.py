@@ -1,7 +1,7 @@
 """The plain call, recognized in a few microseconds.
 
 One step of a small layer, as a reinforcement learning agent takes it, is 20 µs of arithmetic on a
-CPU; reading the call in full and planning it takes as long again. So a call that has nothing
+CPU; reading the call in full and planning it takes half as long again. So a call that has nothing
 special about it is recognized by a chain of cheap tests, and runs on torch's kernels as a whole,
 which is also what the planner says of it (`tests/nn/test_plain.py` holds the two together).
 Everything else, bad input included, is left to the full reading.

@@ -54,8 +54,7 @@ class StackResult(NamedTuple):
     cells_TBE: Tensor | None  # of the last layer, where asked for
 
 
-#: Plans by the fields of their `RnnSpec`: a lookup costs a twentieth of building the spec, which
-#: a layer of one small step would notice.
+#: Plans by the fields of their `RnnSpec`, so that a call need not build the spec to find its plan.
 _PLANS: dict[tuple[Any, ...], ExecutionPlan] = {}
 
 

@@ -32,7 +32,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Both within 2 units of float32's last place of 1; a NaN stays one.
+// By the fast exponential and division; a NaN stays one.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float tanh_of(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
