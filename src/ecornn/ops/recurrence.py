@@ -27,7 +27,7 @@ from ecornn.backends.protocol import (
 from ecornn.backends.reference import define
 from ecornn.backends.registry import by_name
 from ecornn.kernels.reference import DirectionWeights
-from ecornn.ops.batching import vmap_backward, vmap_forward
+from ecornn.ops.batching import SAMPLES, vmap_backward, vmap_forward
 from ecornn.ops.checks import check_lengths_within
 from ecornn.ops.higher_order import SecondDerivative
 from ecornn.ops.transforms import through_transforms, transforms_active
@@ -197,19 +197,9 @@ def _flat_grads(grads: CallGrads, x: Tensor) -> list[Tensor]:
 
 
 @recurrence_backward.register_fake
-def _(
-    d_output: Tensor | None,
-    d_h_n: Tensor | None,
-    d_c_n: Tensor | None,
-    d_cells: Tensor | None,
-    output: Tensor,
-    cells: Tensor,
-    kept: list[Tensor],
-    needs_input: bool,
-    samples: int,
-    *args: Any,
-) -> list[Tensor]:
-    call = read_call(*args)
+def _(*args: Any) -> list[Tensor]:
+    needs_input, samples = args[SAMPLES - 1], args[SAMPLES]
+    call = read_call(*args[SAMPLES + 1 :])
     each = (samples,) if samples > 1 else ()
     x = call.input_TBI
     return _flat_grads(
