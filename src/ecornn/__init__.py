@@ -1,7 +1,13 @@
 """Recurrent networks for PyTorch: drop-in layers with what torch.nn lacks."""
 
 from ecornn._version import __version__
-from ecornn.errors import EcornnError, InvalidInput, NoBackend, NotDifferentiableTwice
+from ecornn.errors import (
+    EcornnError,
+    InvalidInput,
+    KernelGaveUp,
+    NoBackend,
+    NotDifferentiableTwice,
+)
 from ecornn.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, convert, patch
 from ecornn.planner import ExecutionPlan
 
@@ -13,6 +19,7 @@ __all__ = [
     "ExecutionPlan",
     "GRUCell",
     "InvalidInput",
+    "KernelGaveUp",
     "LSTMCell",
     "NoBackend",
     "NotDifferentiableTwice",

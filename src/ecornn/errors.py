@@ -29,3 +29,7 @@ class NoBackend(EcornnError, RuntimeError):
 
 class NotDifferentiableTwice(EcornnError, RuntimeError):
     """A second derivative was asked of a call whose random draws cannot be repeated."""
+
+
+class KernelGaveUp(EcornnError, RuntimeError):
+    """A persistent kernel waited too long for a block that does not run."""

@@ -51,7 +51,9 @@ class RnnSpec:
     `lengths` and `resets` say that the call has them, not their values; `long` says that there are
     more steps than cuDNN takes. `transformed` says that torch.func is at work around the call
     (vmap, grad), `forward_mode` that forward-mode derivatives are, `traced` that a compiler or
-    exporter is, `captured` that a CUDA graph is being captured.
+    exporter is, `captured` that a CUDA graph is being captured. `short` says that there are too few
+    steps to set up much, `roomy` that all gates of a layer take so little that keeping them is no
+    loss, `batch` how many sequences there are; 0 where a tracer does not say.
     """
 
     cell: str
@@ -78,6 +80,9 @@ class RnnSpec:
     forward_mode: bool = False
     long: bool = False
     captured: bool = False
+    short: bool = False
+    roomy: bool = False
+    batch: int = 0
 
     @property
     def directions(self) -> int:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ecornn.bench.cases import Case, parse_filter, select
+from ecornn.bench.contenders import contenders_for
 from ecornn.bench.grids import CPU, GRIDS, RNN, SMOKE
-from ecornn.bench.targets import TARGETS
+from ecornn.bench.targets import TARGETS, Target
 from ecornn.errors import InvalidInput
 
 #: The form of shared measurements: these keys in every case, in this order.
@@ -107,11 +109,22 @@ def test_the_grids_cover_what_their_issues_name() -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_every_target_speaks_of_cases_that_are_measured(target: object) -> None:
     benchmark, where = target.benchmark, target.where  # type: ignore[attr-defined]
-    assert any(case.matches(where) for case in GRIDS[benchmark].cases)
+    grid = GRIDS[benchmark]
+    concerned = [case for case in grid.cases if case.matches(where)]
+    assert concerned
+    asked = {target.contender, getattr(target, "peer", target.contender)}  # type: ignore[attr-defined]
+    for case in concerned:
+        assert asked <= {c.name for c in contenders_for(case, torch.device(grid.device))}
+
+
+def test_one_sequence_is_the_unit_of_memory() -> None:
+    assert Case("lstm", 1024, 64, 256, "bf16").sequence_bytes == 256 * 64 * 1024 * 2
+    assert Case("gru", 3, 5, 7, bidirectional=True, input=4).sequence_bytes == 3 * 5 * 7 * 4
 
 
 def test_every_lstm_of_the_cuda_grid_has_targets_called_and_replayed() -> None:
+    beside_torch = [t for t in TARGETS if isinstance(t, Target) and t.peer.startswith("torch.nn")]
     for case in RNN.cases:
-        found = [t for t in TARGETS if t.benchmark == "rnn" and case.matches(t.where)]
+        found = [t for t in beside_torch if t.benchmark == "rnn" and case.matches(t.where)]
         plain_lstm = case.cell == "lstm" and case.states == 1 and not case.lengths
         assert len(found) == (4 if plain_lstm else 2), str(case)

@@ -59,6 +59,20 @@ def test_who_looks_only_outside_of_captures_is_captured() -> None:
     assert "train_us" in found["torch.nn packed+graph"]
 
 
+def test_the_floor_is_timed_from_a_graph() -> None:
+    found = run(Case("lstm", 256, 4, 32, "bf16"))["exchange floor+graph"]
+    assert set(found) == {"plan", "forward_us", "forward_us_spread"}, found
+    assert found["forward_us"] > 0
+
+
+def test_layers_told_what_to_keep_are_checked_and_their_memory_counted() -> None:
+    found = run(Case("lstm", 1024, 16, 32, "bf16"))
+    states, gates = found["ecornn keep=states"], found["ecornn keep=gates"]
+    assert "failed" not in states | gates
+    assert states["kept_bytes"] < gates["kept_bytes"]
+    assert min(states["peak_bytes"], states["error"]) > 0
+
+
 def test_a_replay_computes_from_what_was_loaded_last() -> None:
     generator = torch.Generator(CUDA)
     problem = draw_problem(Case("lstm", 32, 2, 5), CUDA, generator)

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ecornn.bench.report import HEAD, NOTHING_YET, digits, read_all, render, write_report
+from ecornn.bench.cases import Case
+from ecornn.bench.report import (
+    HEAD,
+    NOTHING_YET,
+    Report,
+    digits,
+    read_all,
+    render,
+    write_report,
+)
 from ecornn.bench.results import Row, merge, write
 from ecornn.errors import InvalidInput
 from support.measured import MIXED, PLAIN, mixed, plain, results, row
@@ -62,6 +72,59 @@ def test_memory_is_told_in_elements_of_one_state_a_step() -> None:
     assert f"| layer | ecornn |\n| --- | ---: |\n| {PLAIN} | 2.0 / 6.0 |" in page
 
 
+def test_targets_of_memory_are_told_in_the_same_unit() -> None:
+    case = Case("lstm", 1024, 64, 256, "bf16")
+    memory = {"kept_bytes": 2 * case.sequence_bytes, "peak_bytes": 7 * case.sequence_bytes}
+    found = results(row(case, "ecornn keep=states", 1, 1, **memory), benchmark="rnn")
+    page = render({"x.json": found})
+    kept, peak = "has kept_bytes ≤ 2.1 T·B·H elements", "has peak_bytes ≤ 6 T·B·H elements"
+    assert f"{kept} | 1 passed, 0 failed, 0 not measured | 2.00 T·B·H |" in page
+    assert f"{peak} | 0 passed, 1 failed, 0 not measured | 7.00 T·B·H |" in page
+
+
+def test_a_contender_with_a_forward_pass_alone_has_a_place_in_the_tables() -> None:
+    case = Case("lstm", 512, 4, 256, "bf16")
+    floor = Row(case, "exchange floor+graph", {"forward_us": 1.0, "forward_us_spread": 0.1})
+    page = render({"x.json": results(row(case, "ecornn+graph", 2, 6), floor, benchmark="rnn")})
+    times = "| 2.00 ± 5% / 6.00 ± 3% | 1.00 ± 10% / – | 0.50× / – |"
+    assert f"| {case} {times}" in page
+    assert f"| {case} | 1.0e-07 | – |" in page
+
+
+class TestPlots:
+    found = results(row(Case("lstm", 512, 16, 256, "bf16"), "ecornn", 1, 2), benchmark="rnn")
+    names = ("rnn-x-over-hidden.svg", "rnn-x-over-batch.svg")
+
+    def test_the_page_links_to_them_without_what_draws(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        write(self.found, tmp_path / "rnn-x.json")
+        page = tmp_path / "page.md"
+        report = write_report(tmp_path, page)
+        assert report.not_drawn is not None
+        assert "ecornn[plot]" in report.not_drawn
+        assert page.read_text() == render({"rnn-x.json": self.found})
+        assert all(f"](plots/{name})\n" in page.read_text() for name in self.names)
+        assert not (tmp_path / "plots").exists()
+
+    def test_they_are_drawn_beside_the_page(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'ecornn[plot]'")
+        write(self.found, tmp_path / "rnn-x.json")
+        report = write_report(tmp_path, tmp_path / "page.md")
+        drawn = tuple(tmp_path / "plots" / name for name in self.names)
+        assert report == Report(1, drawn, None)
+        assert all(path.read_text().startswith("<?xml") for path in drawn)
+
+    def test_other_benchmarks_need_nothing_that_draws(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        write(plain((1, 1), (1, 1)), tmp_path / "cpu.json")
+        assert write_report(tmp_path, tmp_path / "page.md") == Report(1, (), None)
+        assert "plots/" not in (tmp_path / "page.md").read_text()
+
+
 def test_rows_without_figures_and_rows_of_earlier_runs_are_named() -> None:
     reason = "RuntimeError: a|b <c>"
     bad = results(Row(MIXED, "ecornn packed", {"failed": reason}), date="2001")
@@ -73,7 +136,7 @@ def test_rows_without_figures_and_rows_of_earlier_runs_are_named() -> None:
 def test_the_page_is_written_from_a_folder(tmp_path: Path) -> None:
     write(plain((1, 1), (1, 1)), tmp_path / "b.json")
     write(plain((1, 1), (1, 1)), tmp_path / "a.json")
-    assert write_report(tmp_path, tmp_path / "page.md") == 2
+    assert write_report(tmp_path, tmp_path / "page.md") == Report(2, (), None)
     page = (tmp_path / "page.md").read_text()
     assert page.index("a.json") < page.index("b.json")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from ecornn.bench import record as recording
 from ecornn.bench import runners
+from ecornn.bench.cases import Case
 from ecornn.bench.grids import GRIDS
 from ecornn.bench.record import Recording
 from ecornn.bench.results import Results, read, write
@@ -126,6 +128,45 @@ def test_the_report_is_made_from_files(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "made from 1 file" in result.output
     assert "cpu.json" in page.read_text()
+
+
+class TestPlots:
+    case = Case("lstm", 512, 16, 256, "bf16")
+
+    def report(self, folder: Path) -> Result:
+        write(results(row(self.case, "ecornn", 1, 2), benchmark="rnn"), folder / "rnn-x.json")
+        return bench("report", "--results", str(folder), "--out", str(folder / "results.md"))
+
+    def test_they_are_named(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'ecornn[plot]'")
+        result = self.report(tmp_path)
+        assert result.exit_code == 0
+        for name in ("rnn-x-over-hidden.svg", "rnn-x-over-batch.svg"):
+            assert f"{tmp_path / 'plots' / name}: drawn" in result.output
+            assert (tmp_path / "plots" / name).is_file()
+
+    def test_it_is_told_where_they_cannot_be_drawn(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        result = self.report(tmp_path)
+        assert result.exit_code == 1
+        assert "pip install 'ecornn[plot]'" in result.stderr
+        assert "rnn-x-over-hidden.svg: not drawn" in result.output
+        assert (tmp_path / "results.md").is_file()
+
+
+def test_a_target_of_memory_is_judged_in_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("lstm", 1024, 64, 256, "bf16")
+    kept = 3 * case.sequence_bytes
+    pretend(
+        monkeypatch,
+        results(row(case, "ecornn keep=states", 1, 1, kept_bytes=kept), benchmark="rnn"),
+    )
+    result = bench("rnn", "--check")
+    assert result.exit_code == 1
+    assert "3.000" in result.output
+    assert "T·B·H" in result.output
 
 
 def test_every_grid_is_a_command() -> None:

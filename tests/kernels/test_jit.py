@@ -23,7 +23,7 @@ from ecornn.kernels.jit import (
 from ecornn.kernels.jit.store import MAGIC, UnsafeCache
 from ecornn.settings import settings
 
-VARIANT = Variant("persistent_forward.cu", "sm_90a", (("CELL", 0), ("UNITS", 8)))
+VARIANT = Variant("forward.cu", "sm_90a", (("CELL", 0), ("UNITS", 8)))
 needs_compiler = pytest.mark.skipif(
     compiler_unavailable() is not None, reason=str(compiler_unavailable())
 )
@@ -158,8 +158,9 @@ def test_a_compiler_error_says_what_and_where(
 @needs_compiler
 def test_a_variant_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path))
-    constants = {"CELL": 2, "DTYPE": 0, "UNITS": 16, "CHUNKS": 1, "BATCH_TILES": 1, "WARPS": 4}
-    variant = Variant("persistent_forward.cu", "sm_90a", tuple(constants.items()))
+    monkeypatch.setattr("ecornn.kernels.jit.nvrtc.SOURCES", tmp_path)
+    (tmp_path / "small.cu").write_text("__global__ void small() { static_assert(UNITS == 8); }")
+    variant = Variant("small.cu", "sm_90a", (("UNITS", 8),))
     code = compiled(variant)
     assert code[:4] == b"\x7fELF"
     monkeypatch.setattr(jit, "build", lambda _: no_build())

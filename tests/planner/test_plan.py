@@ -13,6 +13,8 @@ from ecornn.planner import plan
 from ecornn.spec import RnnSpec
 
 PLAIN = RnnSpec("lstm", 4, 8)
+#: What a request for a GPU gets where there is none to run it.
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="persistent kernels serve it here")
 
 
 def asked(**changes: Any) -> RnnSpec:
@@ -22,7 +24,7 @@ def asked(**changes: Any) -> RnnSpec:
 def test_a_plain_network_runs_whole_on_torchs_kernels() -> None:
     found = plan(PLAIN)
     assert (found.backend, found.scope, found.keep) == ("aten", "network", "none")
-    assert found.rejections == ()
+    assert [r.backend for r in found.rejections] == ["persistent"]
 
 
 @pytest.mark.parametrize(
@@ -38,16 +40,17 @@ def test_a_plain_network_runs_whole_on_torchs_kernels() -> None:
 def test_what_torchs_kernels_lack_goes_to_the_reference(feature: str, word: str) -> None:
     found = plan(asked(**{feature: True}))
     assert found.backend == "reference"
-    assert [r.backend for r in found.rejections] == ["aten"]
-    assert word in found.rejections[0].reason
-    assert str(found.rejections[0]) in found.explain()
+    assert [r.backend for r in found.rejections] == ["persistent", "aten"]
+    assert word in found.rejections[1].reason
+    for rejection in found.rejections:
+        assert str(rejection) in found.explain()
 
 
 @pytest.mark.parametrize("keep", ["states", "gates"])
 def test_a_keep_mode_that_is_asked_for_is_what_runs(keep: str) -> None:
     found = plan(asked(keep=keep, needs_grad=True))
     assert (found.backend, found.keep) == ("reference", keep)
-    assert keep in found.rejections[0].reason
+    assert keep in found.rejections[1].reason
 
 
 def test_nothing_is_kept_where_no_gradient_is_needed() -> None:
@@ -77,19 +80,20 @@ def test_a_named_backend_is_used_or_the_refusal_raised() -> None:
         plan(asked(backend="aten", layer_norm=True))
 
 
+@no_gpu
 @pytest.mark.parametrize("watched", ["traced", "captured"])
 def test_resets_are_read_on_the_host_only_where_the_host_may_wait(watched: str) -> None:
     assert plan(asked(resets=True, device="cuda")).backend == "aten"
     assert plan(asked(resets=True, device="cpu", **{watched: True})).backend == "aten"
     found = plan(asked(resets=True, device="cuda", **{watched: True}))
     assert found.backend == "reference"
-    assert "host" in found.rejections[0].reason
+    assert "host" in found.rejections[1].reason
 
 
 def test_an_unknown_device_is_left_to_the_reference() -> None:
     found = plan(asked(device="mps"))
     assert found.backend == "reference"
-    assert "mps" in found.rejections[0].reason
+    assert "mps" in found.rejections[1].reason
 
 
 def test_explain_tells_request_choice_and_refusals() -> None:
@@ -145,3 +149,41 @@ def test_backends_have_distinct_names_and_can_be_looked_up() -> None:
     assert all(by_name(name).name == name for name in names)
     with pytest.raises(KeyError, match=r"no backend is called 'cudnn'.*aten"):
         by_name("cudnn")
+
+
+class TestPersistent:
+    """What the persistent backend says without a GPU."""
+
+    backend = by_name("persistent")
+
+    @pytest.mark.parametrize(
+        ("feature", "word"),
+        [
+            ({"layer_norm": True}, "layer norm"),
+            ({"zoneout": True}, "zoneout"),
+            ({"projection": 3}, "projection"),
+            ({"transformed": True}, "torch.func"),
+            ({"forward_mode": True}, "forward-mode"),
+            ({"dtype": torch.float64}, "float64"),
+            ({"short": True}, "few steps"),
+            ({"device": "cpu"}, "not on cpu"),
+        ],
+    )
+    def test_refuses_what_it_lacks(self, feature: dict[str, Any], word: str) -> None:
+        assert word in (self.backend.refuse(asked(**{"device": "cuda", **feature})) or "")
+
+    @no_gpu
+    def test_says_why_it_is_not_there(self) -> None:
+        assert self.backend.unavailable() == "there is no CUDA device"
+        with pytest.raises(ecornn.NoBackend, match="no CUDA device"):
+            plan(asked(backend="persistent"))
+
+    def test_keeps_gates_where_there_is_room(self) -> None:
+        keeps = self.backend.keeps
+        assert keeps(asked()) == "none"
+        assert keeps(asked(needs_grad=True)) == "states"
+        assert keeps(asked(needs_grad=True, roomy=True)) == "gates"
+        assert keeps(asked(needs_grad=True, roomy=True, keep="states")) == "states"
+        assert keeps(asked(needs_grad=True, keep="gates")) == "gates"
+        # a plain RNN's gates are its output
+        assert keeps(asked(cell="rnn_tanh", needs_grad=True, keep="gates")) == "states"

@@ -53,6 +53,9 @@ class Aten:
     def keeps(self, spec: RnnSpec) -> str:
         return "none"
 
+    def details(self, spec: RnnSpec) -> list[str]:
+        return []
+
     def forward(self, call: LayerCall) -> LayerResult:
         with torch.no_grad(), torch.autocast(call.input_TBI.device.type, enabled=False):
             return run_layer(call)

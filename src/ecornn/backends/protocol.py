@@ -111,6 +111,9 @@ class Backend(Protocol):
     def keeps(self, spec: RnnSpec) -> str:
         """What stays allocated for the backward pass: "none", "states" or "gates"."""
 
+    def details(self, spec: RnnSpec) -> list[str]:
+        """How it would serve the request, for a person to read."""
+
     def forward(self, call: LayerCall) -> LayerResult: ...
 
     def backward(

@@ -73,6 +73,9 @@ class Reference:
         # states: a third of the memory for one more large product in the backward pass
         return "states" if spec.keep == "auto" else spec.keep
 
+    def details(self, spec: RnnSpec) -> list[str]:
+        return []
+
     def forward(self, call: LayerCall) -> LayerResult:
         return define(call)
 

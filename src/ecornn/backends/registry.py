@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ecornn.backends.aten import Aten
+from ecornn.backends.persistent import Persistent
 from ecornn.backends.protocol import Backend
 from ecornn.backends.reference import Reference
 
-BACKENDS: tuple[Backend, ...] = (Aten(), Reference())
+BACKENDS: tuple[Backend, ...] = (Persistent(), Aten(), Reference())
 
 
 def by_name(name: str) -> Backend:

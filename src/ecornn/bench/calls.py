@@ -181,6 +181,8 @@ def waiting_forbidden() -> Iterator[None]:
 def make_call(contender: Contender, problem: Problem, values: Values) -> Call:
     """The contender's call with the problem's weights, not yet captured."""
     case = problem.case
-    layer = make_layer(contender.module, case, problem.device, case.torch_dtype)
+    layer = make_layer(
+        contender.module, case, problem.device, case.torch_dtype, **contender.options
+    )
     layer.load_state_dict(problem.weights)
     return Call(layer, contender.form, values, problem.lengths)

@@ -71,6 +71,11 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @property
+    def sequence_bytes(self) -> int:
+        """T·B·H elements of the case's dtype, the unit that memory is told in."""
+        return self.steps * self.batch * self.hidden * self.torch_dtype.itemsize
+
     def values(self) -> dict[str, Any]:
         """Every field by name, the input's size filled in: what filters look at."""
         return {**vars(self), "input": self.input_size}

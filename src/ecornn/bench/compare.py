@@ -1,4 +1,4 @@
-"""Ratios between contenders, and whether they are what the targets ask for."""
+"""Ratios between contenders, and whether they and the memory are what the targets ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 from ecornn.bench.cases import Case
 from ecornn.bench.contenders import is_ours, is_replayed
 from ecornn.bench.results import Results, Row, rows_by_case
-from ecornn.bench.targets import Target
+from ecornn.bench.targets import AnyTarget, MemoryTarget, Target
 
 Outcome = Literal["passed", "failed", "not measured"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "not measured")
@@ -20,12 +20,13 @@ OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "not measured")
 
 @dataclass(frozen=True)
 class Judgement:
-    """A target in one case. `ratio` is bounded as the target says; None without figures."""
+    """A target in one case. `found` is in the target's unit and bounded as it says; None without
+    figures."""
 
-    target: Target
+    target: AnyTarget
     case: Case | None
     outcome: Outcome
-    ratio: float | None = None
+    found: float | None = None
     reason: str = ""
 
 
@@ -53,7 +54,7 @@ def pairs(contenders: Iterable[str]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def judge(results: Results, targets: Iterable[Target]) -> tuple[Judgement, ...]:
+def judge(results: Results, targets: Iterable[AnyTarget]) -> tuple[Judgement, ...]:
     """Every target of this benchmark in every case it speaks of."""
     found: list[Judgement] = []
     cases = rows_by_case(results.rows)
@@ -67,11 +68,19 @@ def judge(results: Results, targets: Iterable[Target]) -> tuple[Judgement, ...]:
     return tuple(found)
 
 
-def _judge_case(target: Target, case: Case, rows: Mapping[str, Row]) -> Judgement:
-    mine, theirs = rows.get(target.contender), rows.get(target.peer)
+def _judge_case(target: AnyTarget, case: Case, rows: Mapping[str, Row]) -> Judgement:
+    mine = rows.get(target.contender)
+    figure = None if mine is None else mine.number(target.metric)
     # Who has no figures misses the target; nobody misses one against a peer that has none.
-    if mine is None or mine.number(target.metric) is None:
+    if mine is None or figure is None:
         return Judgement(target, case, "failed", reason=_why_not(mine, target.contender, target))
+    if isinstance(target, MemoryTarget):
+        found = figure / case.sequence_bytes
+        return Judgement(target, case, "passed" if found <= target.at_most else "failed", found)
+    return _judge_beside_peer(target, case, mine, rows.get(target.peer))
+
+
+def _judge_beside_peer(target: Target, case: Case, mine: Row, theirs: Row | None) -> Judgement:
     if theirs is None or theirs.number(target.metric) is None:
         return Judgement(target, case, "not measured", reason=_why_not(theirs, target.peer, target))
     times_as_fast = ratio(mine, theirs, target.metric)
@@ -86,12 +95,12 @@ def _judge_case(target: Target, case: Case, rows: Mapping[str, Row]) -> Judgemen
     return Judgement(target, case, "passed" if met else "failed", found)
 
 
-def _why_not(row: Row | None, name: str, target: Target) -> str:
+def _why_not(row: Row | None, name: str, target: AnyTarget) -> str:
     reason = "no row" if row is None else row.trouble or f"no {target.metric}"
     return f"{name}: {reason}"
 
 
-def by_target(judgements: Iterable[Judgement]) -> list[tuple[Target, list[Judgement]]]:
+def by_target(judgements: Iterable[Judgement]) -> list[tuple[AnyTarget, list[Judgement]]]:
     return [(group[0].target, group) for group in _grouped(judgements)]
 
 
@@ -101,12 +110,12 @@ def _grouped(judgements: Iterable[Judgement]) -> Iterator[list[Judgement]]:
 
 
 def worst(judgements: Iterable[Judgement]) -> float | None:
-    """The ratio that is nearest to missing its target, or farthest beyond."""
-    known = [j for j in judgements if j.ratio is not None]
+    """The figure that is nearest to missing its target, or farthest beyond."""
+    known = [j for j in judgements if j.found is not None]
     if not known:
         return None
     choose = max if known[0].target.at_most is not None else min
-    return choose(j.ratio for j in known if j.ratio is not None)
+    return choose(j.found for j in known if j.found is not None)
 
 
 def tally(judgements: Iterable[Judgement]) -> str:

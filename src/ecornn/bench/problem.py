@@ -49,10 +49,12 @@ class Problem:
     lengths: Tensor | None
 
 
-def make_layer(module: Any, case: Case, device: torch.device, dtype: torch.dtype) -> Any:
+def make_layer(
+    module: Any, case: Case, device: torch.device, dtype: torch.dtype, **options: Any
+) -> Any:
     """The case's layer from `module`, which has LSTM, GRU and RNN as torch.nn does. Its weights
-    are not drawn: they are given to it."""
-    name, options = KINDS[case.cell]
+    are not drawn: they are given to it. `options` go to the constructor."""
+    name, of_the_cell = KINDS[case.cell]
     layer = getattr(module, name)(
         case.input_size,
         case.hidden,
@@ -60,6 +62,7 @@ def make_layer(module: Any, case: Case, device: torch.device, dtype: torch.dtype
         bidirectional=case.bidirectional,
         device="meta",
         dtype=dtype,
+        **of_the_cell,
         **options,
     )
     return layer if device.type == "meta" else layer.to_empty(device=device)

@@ -1,18 +1,23 @@
-"""docs/results.md, made from the files in benchmarks/results."""
+"""docs/results.md and the plots it shows, made from the files in benchmarks/results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ecornn.bench.cases import Case
 from ecornn.bench.compare import by_target, judge, pairs, ratio, tally, worst
+from ecornn.bench.draw import draw, missing
+from ecornn.bench.plot import Plot, plots_of
 from ecornn.bench.results import Results, Row, Scalar, read, rows_by_case
 from ecornn.bench.targets import TARGETS
 from ecornn.errors import InvalidInput
 
 RESULTS = Path("benchmarks/results")
 PAGE = Path("docs/results.md")
+#: Beside the page.
+PLOTS = Path("plots")
 
 HEAD = """\
 # Results
@@ -26,8 +31,18 @@ TIMES = ("forward_us", "train_us")
 CasesByContenders = dict[tuple[str, ...], dict[Case, dict[str, Row]]]
 
 
-def write_report(folder: Path, page: Path) -> int:
-    """Make the page anew; returns how many files went into it."""
+@dataclass(frozen=True)
+class Report:
+    """`files`: how many the page was made from. `plots`: those it shows. `not_drawn`: why these
+    are still as they were, None where they were drawn."""
+
+    files: int
+    plots: tuple[Path, ...]
+    not_drawn: str | None
+
+
+def write_report(folder: Path, page: Path) -> Report:
+    """Make the page and its plots anew. The page is the same with and without what draws."""
     if not folder.is_dir():
         raise InvalidInput(
             "results", f"no folder {folder}", "the folder of results", "run in the project's root"
@@ -38,7 +53,17 @@ def write_report(folder: Path, page: Path) -> int:
         )
     files = read_all(folder)
     page.write_text(render(files), encoding="utf-8")
-    return len(files)
+    plots = {
+        page.parent / _path(name, plot): plot
+        for name, results in files.items()
+        for plot in plots_of(results)
+    }
+    not_drawn = missing() if plots else None
+    if not_drawn is None:
+        for path, plot in plots.items():
+            path.parent.mkdir(exist_ok=True)
+            draw(plot, path)
+    return Report(len(files), tuple(plots), not_drawn)
 
 
 def read_all(folder: Path) -> dict[str, Results]:
@@ -52,6 +77,7 @@ def render(files: Mapping[str, Results]) -> str:
 
 def _section(name: str, results: Results) -> str:
     parts = [f"## {name}\n", f"{_listed(results.environment)}.\n"]
+    parts += [f"![{plot.title}]({_path(name, plot).as_posix()})\n" for plot in plots_of(results)]
     groups = _by_contenders(results.rows)
     for contenders, cases in groups.items():
         parts.append(_times(contenders, cases))
@@ -60,6 +86,11 @@ def _section(name: str, results: Results) -> str:
         parts.append(_memory(contenders, cases))
     parts += [_troubles(results), _earlier(results), _targets(results)]
     return "\n".join(part for part in parts if part)
+
+
+def _path(name: str, plot: Plot) -> Path:
+    """From the page's folder to the plot of the results in the file `name`."""
+    return PLOTS / f"{Path(name).stem}-{plot.name}.svg"
 
 
 def _listed(environment: Mapping[str, Scalar]) -> str:
@@ -112,7 +143,7 @@ def _memory(contenders: Sequence[str], cases: Mapping[Case, Mapping[str, Row]]) 
         return ""
     body = []
     for case, rows in cases.items():
-        unit = case.steps * case.batch * case.hidden * case.torch_dtype.itemsize
+        unit = case.sequence_bytes
         cells = [
             _both(_over(rows[name].number(metric), unit) for metric in ("kept_bytes", "peak_bytes"))
             for name in counted
@@ -145,7 +176,7 @@ def _targets(results: Results) -> str:
     if not judgements:
         return ""
     body = [
-        [target.name, str(target), tally(found), _figure(worst(found), "{:.2f}×")]
+        [target.name, str(target), tally(found), _figure(worst(found), f"{{:.2f}}{target.unit}")]
         for target, found in by_target(judgements)
     ]
     title = f"Targets, over their cases: {tally(judgements)}\n"

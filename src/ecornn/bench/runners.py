@@ -1,4 +1,7 @@
-"""From cases to rows: check every contender, then time those that are right."""
+"""From cases to rows: check every contender, then time those that are right.
+
+The exchange floor computes nothing: it is timed beside them, unchecked.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ecornn.bench.accuracy import Verdict, bound, check, references, worse
 from ecornn.bench.calls import Call, Replay, make_call
 from ecornn.bench.cases import Case
-from ecornn.bench.contenders import Contender, contenders_for
+from ecornn.bench.contenders import FLOOR_FORM, Contender, contenders_for
+from ecornn.bench.floor import ReplayedFloor
 from ecornn.bench.problem import Problem, Values, draw_problem, draw_values
 from ecornn.bench.results import Row
 from ecornn.bench.timing import CallNow, Effort, clock_for, time_in_turns
@@ -30,8 +34,13 @@ class Entry:
     """A contender in one case: its call while it is in the race, and what is known of it."""
 
     contender: Contender
-    call: Call | Replay | None = None
+    call: Call | Replay | ReplayedFloor | None = None
     metrics: dict[str, float | str] = field(default_factory=dict)
+
+    @property
+    def layer_call(self) -> Call | Replay | None:
+        """None also for the floor, which has no results to check and no backward pass."""
+        return None if isinstance(self.call, ReplayedFloor) else self.call
 
     def drop(self, why: str, reason: str) -> None:
         """Out of the race: "failed" where it should have worked, "not_measured" where not."""
@@ -97,8 +106,14 @@ def run_case(
 
 
 def prepare(contender: Contender, problem: Problem, values: Values) -> Entry:
-    """A contender that cannot be captured in a graph stays in the results, with the reason."""
+    """A contender that cannot be captured in a graph stays in the results, with the reason; so does
+    the floor where no kernel of ours serves the case, or where it cannot run."""
     entry = Entry(contender)
+    if contender.form == FLOOR_FORM:
+        with dropped_if_it_raises(entry, "not_measured"):
+            entry.call = ReplayedFloor(problem.case, problem.device)
+            entry.metrics["plan"] = entry.call.plan()
+        return entry
     with dropped_if_it_raises(entry, "failed"):
         call = make_call(contender, problem, values)
         plan = call.plan()
@@ -113,13 +128,14 @@ def prepare(contender: Contender, problem: Problem, values: Values) -> Entry:
 def verify(entries: Sequence[Entry], problem: Problem, generator: torch.Generator) -> None:
     """Compare with the reference on fresh values; who is wrong is out and says why."""
     values = draw_values(problem, generator)
-    expected = references(problem, values, {e.contender.form for e in entries if e.call})
+    racing = [(entry, entry.layer_call) for entry in entries]
+    expected = references(problem, values, {e.contender.form for e, call in racing if call})
     allowed = bound(problem.case.dtype, problem.device)
-    for entry in entries:
-        if entry.call is None:
+    for entry, call in racing:
+        if call is None:
             continue
         with dropped_if_it_raises(entry, "failed"):
-            verdict = check(entry.call, values, expected[entry.contender.form], allowed)
+            verdict = check(call, values, expected[entry.contender.form], allowed)
             earlier = entry.metrics.get("error")
             if isinstance(earlier, float):
                 verdict = worse(verdict, Verdict(earlier, None))
@@ -130,26 +146,32 @@ def verify(entries: Sequence[Entry], problem: Problem, generator: torch.Generato
 
 
 def measure(entries: Sequence[Entry], problem: Problem, effort: Effort) -> None:
-    """Time both passes of those still in the race and, on CUDA, count their memory."""
+    """Time both passes of those still in the race and, on CUDA, count their memory. The floor has
+    a forward pass alone."""
     racing = {e.contender.name: (e, e.call) for e in entries if e.call is not None}
     clock = clock_for(problem.device)
     forward: dict[str, CallNow] = {name: call.forward for name, (_, call) in racing.items()}
-    train: dict[str, CallNow] = {name: call.train for name, (_, call) in racing.items()}
+    train: dict[str, CallNow] = {
+        name: layer.train for name, (entry, _) in racing.items() if (layer := entry.layer_call)
+    }
     with torch.no_grad():
         found = {"forward_us": time_in_turns(forward, clock, effort)}
     found["train_us"] = time_in_turns(train, clock, effort)
     a_step = 1e6 / problem.case.steps
     for name, (entry, call) in racing.items():
         for metric, timings in found.items():
-            entry.metrics[metric] = timings[name].median_s * a_step
-            entry.metrics[f"{metric}_spread"] = timings[name].spread_s * a_step
+            if name in timings:
+                entry.metrics[metric] = timings[name].median_s * a_step
+                entry.metrics[f"{metric}_spread"] = timings[name].spread_s * a_step
         if problem.device.type == "cuda" and isinstance(call, Call):
             entry.metrics |= count_memory(call)
 
 
 def count_memory(call: Call) -> dict[str, float | str]:
     """`kept_bytes`: allocated between the passes, the results included. `peak_bytes`: the most
-    allocated at any time of both passes. Both beyond the weights and the call's arguments."""
+    allocated at any time of both passes, results and gradients included. Both beyond what was
+    there before the call: the weights, the call's arguments (the incoming gradients among them)
+    and what an earlier call left behind for the next."""
     call.train()
     before = torch.cuda.memory_allocated()
     results = call.forward()
@@ -166,7 +188,7 @@ def dropped_if_it_raises(entry: Entry, why: str) -> Iterator[None]:
     """One contender's error is a row of the results and does not end the measurement."""
     try:
         yield
-    except RuntimeError as error:  # what torch and this library raise, out of memory included
+    except (RuntimeError, ValueError) as error:  # what torch and this library raise
         first_line = str(error).strip().partition("\n")[0]
         entry.drop(why, f"{type(error).__name__}: {first_line}")
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ecornn.bench.cases import Where
-from ecornn.bench.contenders import GRAPH
+from ecornn.bench.contenders import (
+    EXCHANGE_FLOOR,
+    FLOOR_CASES,
+    GRAPH,
+    KEEP_CASES,
+    KEEP_GATES,
+    KEEP_STATES,
+    PLAIN_LSTM,
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +32,33 @@ class Target:
     at_least: float | None = None
     at_most: float | None = None
 
+    unit: ClassVar[str] = "×"
+
     def __str__(self) -> str:
         if self.at_most is not None:
             return f"{self.contender} takes ≤ {self.at_most:g}× the {self.metric} of {self.peer}"
         return f"{self.contender} is ≥ {self.at_least:g}× as fast as {self.peer} in {self.metric}"
 
+
+@dataclass(frozen=True)
+class MemoryTarget:
+    """For every case of `benchmark` that `where` lets through: the contender's figure, in bytes,
+    is `at_most` so many times T·B·H elements of the case's dtype. It has no peer."""
+
+    name: str
+    benchmark: str
+    where: Where
+    metric: str
+    contender: str
+    at_most: float
+
+    unit: ClassVar[str] = " T·B·H"
+
+    def __str__(self) -> str:
+        return f"{self.contender} has {self.metric} ≤ {self.at_most:g} T·B·H elements"
+
+
+AnyTarget = Target | MemoryTarget
 
 METRICS = ("forward_us", "train_us")
 
@@ -75,7 +105,6 @@ RNN_TABLE: tuple[tuple[Any, ...], ...] = (
 
 
 def _rnn_table() -> Iterator[Target]:
-    plain = {"cell": ("lstm",), "layers": (1,), "bidirectional": (False,), "lengths": (False,)}
     for hidden, batches, dtypes, called, replayed in RNN_TABLE:
         where = {"hidden": hidden, "batch": batches, "dtype": dtypes}
         name = (
@@ -87,7 +116,7 @@ def _rnn_table() -> Iterator[Target]:
                 yield Target(
                     name,
                     "rnn",
-                    {**plain, **where},
+                    {**PLAIN_LSTM, **where},
                     metric,
                     f"ecornn{suffix}",
                     f"torch.nn{suffix}",
@@ -110,4 +139,54 @@ def _rnn_others() -> Iterator[Target]:
             yield Target(name, "rnn", {**sizes, **where}, metric, contender, peer, at_least=4)
 
 
-TARGETS: tuple[Target, ...] = (*CPU_TARGETS, *_rnn_table(), *_rnn_others())
+#: Keeping the states alone keeps the output and the cell states, which are two sequences; the
+#: bound leaves room for the last states. The backward pass then computes the gates anew.
+KEEP_TARGETS: tuple[AnyTarget, ...] = (
+    MemoryTarget(
+        "LSTM that keeps states alone: memory between the passes",
+        "rnn",
+        KEEP_CASES,
+        "kept_bytes",
+        KEEP_STATES.name,
+        at_most=2.1,
+    ),
+    # Only at B = 64: at B = 16 the gates of all steps take 32 MiB, which the persistent backend
+    # makes in one piece on purpose (SMALL_BYTES there), as saving so little costs launches.
+    MemoryTarget(
+        "LSTM that keeps states alone: memory at the peak",
+        "rnn",
+        {**KEEP_CASES, "batch": (64,)},
+        "peak_bytes",
+        KEEP_STATES.name,
+        at_most=6,
+    ),
+    Target(
+        "LSTM that keeps states alone: what it costs to compute the gates anew",
+        "rnn",
+        KEEP_CASES,
+        "train_us",
+        KEEP_STATES.name,
+        KEEP_GATES.name,
+        at_most=1.15,
+    ),
+)
+
+FLOOR_TARGETS = (
+    Target(
+        "LSTM of small batches: how near it is to the exchange floor",
+        "rnn",
+        FLOOR_CASES,
+        "forward_us",
+        f"ecornn{GRAPH}",
+        EXCHANGE_FLOOR.name,
+        at_most=2,
+    ),
+)
+
+TARGETS: tuple[AnyTarget, ...] = (
+    *CPU_TARGETS,
+    *_rnn_table(),
+    *_rnn_others(),
+    *KEEP_TARGETS,
+    *FLOOR_TARGETS,
+)

@@ -14,6 +14,7 @@ from ecornn._version import __version__
 from ecornn.cli.bench import app as bench_app
 from ecornn.cli.doctor import doctor
 from ecornn.cli.train import app as train_app
+from ecornn.cli.tune import tune
 
 app = typer.Typer(
     name="ecornn",
@@ -24,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(doctor)
+app.command()(tune)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ecornn.bench.compare import Judgement
     from ecornn.bench.results import Row
+    from ecornn.bench.targets import AnyTarget
 
 app = typer.Typer(help="Measure the layers beside torch.nn's.", no_args_is_help=True)
 
@@ -87,13 +88,20 @@ def report(
         Path | None, typer.Option(help="Page to write.", show_default="docs/results.md")
     ] = None,
 ) -> None:
-    """Make docs/results.md anew from the files of results."""
+    """Make docs/results.md and its plots anew from the files of results."""
     from ecornn.bench.report import PAGE, RESULTS, write_report
 
     page = out or PAGE
     with bad_input_told():
-        files = write_report(results or RESULTS, page)
-    typer.echo(f"{page}: made from {files} file{'' if files == 1 else 's'}")
+        made = write_report(results or RESULTS, page)
+    typer.echo(f"{page}: made from {made.files} file{'' if made.files == 1 else 's'}")
+    for plot in made.plots:
+        typer.echo(f"{plot}: {'drawn' if made.not_drawn is None else 'not drawn'}")
+    if made.not_drawn is not None:
+        typer.echo(
+            f"error: the page links to plots that are not up to date: {made.not_drawn}", err=True
+        )
+        raise typer.Exit(EXIT_FAILED)
 
 
 def run(
@@ -133,7 +141,7 @@ def render_times(rows: Iterable[Row]) -> Table:
     from ecornn.bench.report import TIMES, digits, times_as_fast
     from ecornn.bench.results import rows_by_case
 
-    title = "µs a time step, forward and train; times as fast as torch.nn, forward / train"
+    title = "µs a time step, forward and train; times as fast as its peers, forward / train"
     made = table(title, "layer", "contender", "forward", "train", "as fast as")
     for case, contenders in rows_by_case(rows).items():
         compared = pairs(contenders)
@@ -162,21 +170,23 @@ def render_judgements(judgements: Sequence[Judgement]) -> RenderableType:
         return Text("this benchmark has no targets")
     summary = table("targets", "of", "target", "cases", "worst")
     for target, found in by_target(judgements):
-        nearest = worst(found)
-        figure = "–" if nearest is None else f"{nearest:.3f}×"
-        summary.add_row(Text(target.name), Text(str(target)), tally(found), figure)
+        figure = in_unit(worst(found), target)
+        summary.add_row(Text(target.name), Text(str(target)), tally(found), figure or "–")
     missed = table("not met", "target", "case", "found", "outcome")
     for judgement in judgements:
         if judgement.outcome != "passed":
-            figure = judgement.reason if judgement.ratio is None else f"{judgement.ratio:.3f}×"
             missed.add_row(
                 Text(str(judgement.target)),
                 Text("–" if judgement.case is None else str(judgement.case)),
-                Text(figure),
+                Text(in_unit(judgement.found, judgement.target) or judgement.reason),
                 Text(judgement.outcome, colours[judgement.outcome]),
             )
     total = Text(f"targets: {tally(judgements)}")
     return Group(summary, *([missed] if missed.rows else []), total)
+
+
+def in_unit(figure: float | None, target: AnyTarget) -> str | None:
+    return None if figure is None else f"{figure:.3f}{target.unit}"
 
 
 def table(title: str, *columns: str) -> Table:

@@ -16,15 +16,16 @@ from ecornn.backends.registry import BACKENDS
 from ecornn.nn import checks
 from ecornn.nn.compiling import Traceable, let_dynamo_trace
 from ecornn.nn.packing import pack, pad
-from ecornn.nn.plain import plain_call
+from ecornn.nn.plain import plain_call, run_plain
 from ecornn.nn.stack import (
     StackCall,
     StackResult,
     drop,
     is_long,
+    is_roomy,
+    is_short,
     plan_from,
     run_stack,
-    run_whole,
 )
 from ecornn.nn.weights import add_norms, reset_norms, weight_names
 from ecornn.ops.checks import check_lengths_within
@@ -178,7 +179,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         if not asks_for_more and after_end == "zeros" and reset_to == "zero":
             plain = plain_call(self, input, hx)
             if plain is not None:
-                output, h_n, c_n = run_whole(plain)
+                output, h_n, c_n = run_plain(self, plain)
                 output = output.transpose(0, 1) if self.batch_first else output
                 return output, h_n if c_n is None else (h_n, c_n)
         read = self._read(input, hx, lengths, after_end, resets, reset_to, return_cell_states)
@@ -297,6 +298,9 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
             not traced and forward_mode_active(),
             not traced and is_long(x.shape[0], device),
             device == "cuda" and not traced and torch.cuda.is_current_stream_capturing(),
+            not traced and is_short(x.shape[0], device),
+            not traced and is_roomy(x, self.hidden_size),
+            x.shape[1] if device == "cuda" and not traced else 0,
         )
 
     def _weights_now(self, traced: bool) -> list[Tensor]:

@@ -2,9 +2,10 @@
 
 One step of a small layer, as a reinforcement learning agent takes it, is 20 µs of arithmetic on a
 CPU; reading the call in full and planning it takes half as long again. So a call that has nothing
-special about it is recognized by a chain of cheap tests, and runs on torch's kernels as a whole,
-which is also what the planner says of it (`tests/nn/test_plain.py` holds the two together).
-Everything else, bad input included, is left to the full reading.
+special about it is recognized by a chain of cheap tests, and runs on torch's kernels as a whole, or
+layer by layer on the persistent ones, which is also what the planner says of it
+(`tests/nn/test_plain.py` holds the two together). Everything else, bad input included, is left to
+the full reading.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ecornn.backends.aten_network import NetworkCall
-from ecornn.nn.stack import is_long
+from ecornn.kernels.persistent.device import unavailable
+from ecornn.nn.stack import (
+    StackCall,
+    is_long,
+    is_roomy,
+    is_short,
+    plan_from,
+    run_stack,
+    run_whole,
+)
 from ecornn.ops.transforms import transforms_active
 
 if TYPE_CHECKING:
@@ -73,6 +83,33 @@ def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> NetworkCall | None:
         layer.dropout if layer.training and layer.num_layers > 1 else 0.0,
         needs_grad,
     )
+
+
+def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(output, h_n, c_n), time first"""
+    x = call.input_TBI
+    if not x.is_cuda or is_short(x.shape[0], "cuda") or unavailable() is not None:
+        return run_whole(call)
+    made = layer._made
+    plan = plan_from(  # in the order of RnnSpec's fields
+        *(made.cell, layer.input_size, layer.hidden_size, call.layers, call.bidirectional),
+        *(layer.proj_size, call.bias, x.dtype, "cuda", call.dropout),
+        # no variational dropout, layer norm, zoneout, lengths, resets or cell states
+        *(False, False, False, False, False, False, call.needs_grad, "auto", "auto"),
+        # not traced, transformed, in forward mode or long
+        *(False, False, False, False, torch.cuda.is_current_stream_capturing()),
+        *(False, is_roomy(x, layer.hidden_size), x.shape[1]),
+    )
+    if plan.backend != "persistent":
+        return run_whole(call)
+    stack = StackCall(
+        *(made.cell, made.layout, call.layers, made.directions),
+        *(x, call.h0, call.c0, tuple(call.weights)),
+        dropout=call.dropout,
+        training=layer.training,
+    )
+    output, h_n, c_n, _ = run_stack(stack, plan)
+    return output, h_n, c_n
 
 
 def _has_no_extras(layer: RecurrentLayer) -> bool:

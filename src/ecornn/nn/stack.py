@@ -18,6 +18,7 @@ from ecornn.backends.aten_network import NetworkCall, run_network
 from ecornn.backends.reference import define
 from ecornn.errors import NotDifferentiableTwice
 from ecornn.kernels.reference.problem import working_dtype
+from ecornn.ops.direct import run_directly
 from ecornn.ops.native import differentiable_again, onednn_differentiable_again
 from ecornn.ops.recurrence import differentiable_recurrence, read_call, recurrence
 from ecornn.planner import ExecutionPlan, plan
@@ -140,7 +141,9 @@ def _zoneout(probability: float, call: StackCall, x: Tensor, state: Tensor) -> T
 def _run_one(
     arguments: tuple[Any, ...], plan: ExecutionPlan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if plan.scope == "operator":
+    if plan.scope == "direct" and not _watched(arguments[0]):
+        return run_directly(arguments, needs_grad=plan.spec.needs_grad)  # type: ignore[return-value]
+    if plan.scope in ("operator", "direct"):
         run = recurrence if plan.spec.traced else differentiable_recurrence
         output, h_n, c_n, cells, _ = run(*arguments)
         return output, h_n, c_n, cells
@@ -163,6 +166,12 @@ def _run_one(
     inputs = (call.input_TBI, call.h0_DBR, *states, *call.flat_weights())
     covered = differentiable_again(found[: 3 if states else 2], inputs, definition)
     return (*covered, *found[len(covered) :])  # type: ignore[return-value]
+
+
+def _watched(x: Tensor) -> bool:
+    """Whether a mode or a tensor's own class watches operators: fake tensors, counters of
+    operations. They must see one, and a fake tensor has no memory to launch a kernel on."""
+    return type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _filled(
@@ -238,6 +247,24 @@ def _only_once(cell: str, x: Tensor) -> bool:
 _BY_REFERENCE = ExecutionPlan(
     RnnSpec("lstm", 0, 0), "reference", "states", "operator", "the definition is asked for"
 )
+
+
+#: Below this many steps a persistent kernel spends more on loading weights than it saves.
+FEW_STEPS = 8
+
+
+#: Gates of a layer and direction that take no more than this are kept where the choice is free:
+#: recomputing them costs a tenth of a training step, and a GPU has hundreds of times as much.
+FEW_BYTES = 256 << 20
+
+
+def is_roomy(x_TBI: Tensor, hidden: int) -> bool:
+    steps, batch = x_TBI.shape[:2]
+    return x_TBI.is_cuda and 4 * hidden * steps * batch * x_TBI.element_size() <= FEW_BYTES
+
+
+def is_short(steps: int, device: str) -> bool:
+    return device == "cuda" and steps < FEW_STEPS
 
 
 def is_long(steps: int, device: str) -> bool:

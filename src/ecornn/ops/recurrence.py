@@ -179,9 +179,10 @@ def recurrence_backward(
     # an output that stands empty for "there is none" may get an equally empty gradient
     arrived = (d_output, d_h_n, d_c_n, d_cells)
     grads = ResultGrads(*(None if g is None or stands_for_none(g) else g for g in arrived))
-    if call.cell == "lstm" and stands_for_none(cells) and backend == "reference":
+    if call.cell == "lstm" and stands_for_none(cells) and backend != "aten":
         # nothing was kept, because nobody said at the forward pass that a gradient would be taken
-        output, _, _, cells, kept = _as_outputs(define(replace(call, keep="states")))
+        again = by_name(backend).forward(replace(call, keep="states"))
+        output, _, _, cells, kept = _as_outputs(again)
     # h_n and c_n are not read by backends: the output and the cell states hold them
     result = LayerResult(output, call.h0_DBR, None, None if stands_for_none(cells) else cells, kept)
     ask = BackwardRequest(needs_input, samples)

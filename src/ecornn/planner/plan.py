@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecornn.backends.protocol import Rejection
+from ecornn.backends.registry import by_name
 from ecornn.spec import RnnSpec
 
 
@@ -15,7 +16,8 @@ class ExecutionPlan:
     #: What the operator keeps for the backward pass: "none", "states" or "gates".
     keep: str
     #: "network": the whole stack in one call that autograd sees through; "layer": one call a
-    #: layer; "operator": one opaque operator a layer; "inline": the definition itself.
+    #: layer; "direct": the same, by a backend with a backward pass of its own; "operator": one
+    #: opaque operator a layer; "inline": the definition itself.
     scope: str
     reason: str
     rejections: tuple[Rejection, ...] = ()
@@ -38,6 +40,7 @@ class ExecutionPlan:
             f"  runs on {self.backend}, {_SCOPES[self.scope]}: {self.reason}",
             f"  for the backward pass: {kept}",
         ]
+        lines += [f"  {detail}" for detail in by_name(self.backend).details(spec)]
         lines += [f"  refused: {rejection}" for rejection in self.rejections]
         return "\n".join(lines)
 
@@ -48,6 +51,7 @@ class ExecutionPlan:
 _SCOPES = {
     "network": "the whole stack in one call",
     "layer": "layer by layer",
+    "direct": "layer by layer",
     "operator": "one operator a layer",
     "inline": "as plain torch code",
 }

@@ -50,6 +50,8 @@ def _reason(spec: RnnSpec, rejections: list[Rejection]) -> str:
 def _scope(backend: Backend, spec: RnnSpec) -> str:
     if spec.forward_mode:
         return "inline"
+    if backend.name == "persistent" and not spec.traced:
+        return "direct"
     if backend.name != "aten" or spec.traced:
         return "operator"
     # ends, resets, cuDNN's limit on the number of steps and one mask a sequence all need the layers

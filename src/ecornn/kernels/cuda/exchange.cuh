@@ -1,17 +1,31 @@
-// Publishing values to other blocks and waiting for theirs, through L2, with no barrier.
+// Publishing values to other blocks and waiting for theirs, with no grid-wide barrier.
 //
-// Every value that crosses between blocks has a place of its own in memory that is written once.
-// Before the launch all places hold a mark that no result can be: a NaN with all bits set. A
-// reader polls the value itself until the mark is gone. So there is no flag to order against the
-// data, no buffer to reuse, and a reader waits for nothing it does not need.
+// Through L2 (GRID): every value that crosses between blocks has a place of its own in memory that
+// is written once. Before the launch all places hold a mark that no result can be: a NaN with all
+// bits set. A reader polls the value itself until the mark is gone. So there is no flag to order
+// against the data, no buffer to reuse, and a reader waits for nothing it does not need.
+//
+// Through distributed shared memory (a cluster): values are pushed into the readers' shared memory,
+// and each push counts down a barrier there.
 #pragma once
 
+using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 
-// A wait that lasts longer than this many polls is given up: a block that does not run, or a fault.
-// One poll takes about a microsecond.
-constexpr u32 MOST_POLLS = 1u << 21;
+// A wait that lasts longer than this many cycles, about two seconds, is given up: a block that does
+// not run, or a fault.
+constexpr long long MOST_CYCLES = 1ll << 32;
+
+// How long a wait has lasted, counted from the first poll that found nothing.
+struct Patience {
+  long long since = 0;
+  __device__ __forceinline__ bool ended() {
+    const long long now = clock64();
+    if (since == 0) since = now;
+    return now - since > MOST_CYCLES;
+  }
+};
 
 __device__ __forceinline__ uint4 load_relaxed(const void* address) {
   uint4 v;
@@ -22,15 +36,69 @@ __device__ __forceinline__ uint4 load_relaxed(const void* address) {
   return v;
 }
 
-__device__ __forceinline__ void store_relaxed(void* address, u16 value) {
+__device__ __forceinline__ void store_relaxed(u16* address, u16 value) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(address), "h"(value) : "memory");
 }
-
-// Whether one of the eight 16-bit values is still the mark.
-__device__ __forceinline__ bool has_mark(uint4 v) {
-  u32 found = __vcmpeq2(v.x, ~0u) | __vcmpeq2(v.y, ~0u) | __vcmpeq2(v.z, ~0u) | __vcmpeq2(v.w, ~0u);
-  return found != 0;
+__device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // A result must not look like the mark: such a NaN is published as another NaN.
 __device__ __forceinline__ u16 unmarked(u16 bits) { return bits == 0xffffu ? 0x7fffu : bits; }
+__device__ __forceinline__ u32 unmarked(u32 bits) { return bits == ~0u ? 0x7fffffffu : bits; }
+
+#if CLUSTER > 1
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// The same shared-memory address in another block of the cluster.
+__device__ __forceinline__ u32 remote(u32 address, u32 rank) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void push(u32 address, u32 barrier, uint4 v) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+          address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void push(u32 address, u32 barrier, float v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   address),
+               "r"(__float_as_uint(v)), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+// The barrier's next phase ends once this many bytes were pushed.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 phase) {
+  u32 passed;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(passed)
+      : "r"(barrier), "r"(phase)
+      : "memory");
+  return passed;
+}
+#endif

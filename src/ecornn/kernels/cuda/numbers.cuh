@@ -1,8 +1,20 @@
-// Half-precision values, their products on tensor cores, and the activations.
+// The element types, their products on tensor cores, and the activations.
+//
+// DTYPE 0 bfloat16, 1 float16, 2 float32 multiplied as TF32, 3 float32 by three TF32 products.
 #pragma once
 #include "exchange.cuh"
 
+#if DTYPE <= 1
+using Element = u16;
+#else
+using Element = u32;
+#endif
+
+constexpr int VEC = 16 / sizeof(Element);  // elements of one 16-byte load
+constexpr int CHUNK = 4 * VEC;             // inner elements the four lanes of a row load at once
+
 #if DTYPE == 0
+#define MMA_SHAPE "m16n8k16"
 #define MMA_TYPE "bf16"
 __device__ __forceinline__ float to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 __device__ __forceinline__ u16 from_float(float x) {
@@ -10,7 +22,8 @@ __device__ __forceinline__ u16 from_float(float x) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
-#else
+#elif DTYPE == 1
+#define MMA_SHAPE "m16n8k16"
 #define MMA_TYPE "f16"
 __device__ __forceinline__ float to_float(u16 bits) {
   float x;
@@ -22,11 +35,45 @@ __device__ __forceinline__ u16 from_float(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
+#else
+#define MMA_SHAPE "m16n8k8"
+#define MMA_TYPE "tf32"
+__device__ __forceinline__ float to_float(u32 bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ u32 from_float(float x) { return __float_as_uint(x); }
 #endif
 
-// c[16×8] += a[16×16] · b[16×8]
+#if DTYPE >= 2
+// With three products, volatile: were it moved out of the loop over time, the weights' two parts
+// would take twice the registers there are.
+#if DTYPE == 3
+#define ROUNDING asm volatile
+#else
+#define ROUNDING asm
+#endif
+__device__ __forceinline__ u32 to_tf32(u32 bits) {
+  u32 rounded;
+  ROUNDING("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
+  return rounded;
+}
+// What rounding to TF32 lost, itself as TF32.
+__device__ __forceinline__ u32 tf32_rest(u32 bits) {
+  return to_tf32(__float_as_uint(__uint_as_float(bits) - __uint_as_float(to_tf32(bits))));
+}
+#endif
+
+// Whether one of the values is still the mark.
+__device__ __forceinline__ bool has_mark(uint4 v) {
+#if DTYPE <= 1
+  u32 found = __vcmpeq2(v.x, ~0u) | __vcmpeq2(v.y, ~0u) | __vcmpeq2(v.z, ~0u) | __vcmpeq2(v.w, ~0u);
+  return found != 0;
+#else
+  return max(max(v.x, v.y), max(v.z, v.w)) == ~0u;  // the mark is the largest number
+#endif
+}
+
+// c[16×8] += a · b, over 16 half-precision or 8 TF32 inner elements
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE
+  asm volatile("mma.sync.aligned." MMA_SHAPE ".row.col.f32." MMA_TYPE "." MMA_TYPE
                ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -34,6 +81,26 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 
 // By the fast exponential and division; a NaN stays one.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+#if DTYPE == 0
+// The hardware's tanh errs by 2^-11 at most, half of what rounding to bfloat16 does.
 __device__ __forceinline__ float tanh_of(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// For gates that are used once. What a state is multiplied with at every step needs the exact one:
+// a forget gate near 1 that is off by 2^-12 would lose a memory in some thousand steps.
+__device__ __forceinline__ float sigmoid_once(float x) { return 0.5f + 0.5f * tanh_of(0.5f * x); }
+#else
+__device__ __forceinline__ float tanh_of(float x) {
+#if DTYPE >= 2
+  // the other form is 1e-7 off everywhere, which near zero is much of the value
+  const float square = x * x;
+  if (square < 0.0625f)
+    return x * (1.0f + square * (-0.333333333f + square * (0.133333333f + square * (-0.0539682540f + square * 0.0218694885f))));
+#endif
   return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
 }
+__device__ __forceinline__ float sigmoid_once(float x) { return sigmoid(x); }
+#endif

@@ -1,0 +1,130 @@
+"""Persistent kernels as a backend: recurrent weights stay on chip for all time steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ecornn.backends.persistent_backward import backward
+from ecornn.backends.persistent_calls import matching_products
+from ecornn.backends.persistent_forward import forward
+from ecornn.backends.protocol import (
+    BackwardRequest,
+    CallGrads,
+    LayerCall,
+    LayerResult,
+    ResultGrads,
+)
+from ecornn.backends.samples import sample_by_sample
+from ecornn.errors import EcornnError
+from ecornn.kernels.persistent.choose import Request
+from ecornn.kernels.persistent.device import (
+    chip,
+    failure_flag,
+    geometry,
+    numbers_of,
+    too_old,
+    unavailable,
+)
+from ecornn.kernels.persistent.model import describe
+from ecornn.spec import RnnSpec
+
+
+class Persistent:
+    name = "persistent"
+    summary = "CUDA kernels that keep the recurrent weights on chip for all steps"
+
+    def unavailable(self) -> str | None:
+        return unavailable()
+
+    def refuse(self, spec: RnnSpec) -> str | None:
+        numbers = numbers_of(spec.dtype)
+        wanted = (
+            (spec.device != "cuda", f"it runs on cuda, not on {spec.device}"),
+            (numbers is None, f"it has no kernel for {str(spec.dtype).removeprefix('torch.')}"),
+            (spec.layer_norm, "its kernels have no layer norm"),
+            (spec.zoneout, "its kernels have no zoneout"),
+            (spec.projection > 0, "its kernels have no projection"),
+            (spec.forward_mode, "its kernels have no forward-mode derivative"),
+            (spec.transformed, "torch.func transforms cannot see through its kernels"),
+            (
+                spec.short and _torch_could(spec),
+                "with this few steps, loading the weights takes longer than it saves",
+            ),
+        )
+        refusal = next((reason for asked, reason in wanted if asked), None)
+        return refusal or too_old() or self._does_not_fit(spec)
+
+    def _does_not_fit(self, spec: RnnSpec) -> str | None:
+        one_sequence = spec.batch == 0 or spec.backend != "auto"
+        for request in _requests(spec, 1 if one_sequence else spec.batch):
+            try:
+                found = geometry(request, torch.cuda.current_device())
+            except (EcornnError, OSError) as error:
+                # another backend may still serve the call: a cache that cannot be written, say
+                return f"its kernel could not be made: {error}"
+            if found is None:
+                count = chip(torch.cuda.current_device()).multiprocessors
+                return (
+                    f"the weights of {spec.hidden} units, with a batch of {request.batch}, "
+                    f"do not fit on the chip's {count} multiprocessors ({request.kernel} pass)"
+                )
+        return None
+
+    def keeps(self, spec: RnnSpec) -> str:
+        if not spec.needs_grad:
+            return "none"
+        if spec.cell in ("rnn_tanh", "rnn_relu"):
+            return "states"  # the gates are the output
+        if spec.keep == "auto":
+            return "gates" if spec.roomy else "states"
+        return spec.keep
+
+    def details(self, spec: RnnSpec) -> list[str]:
+        found = (
+            geometry(request, torch.cuda.current_device())
+            for request in _requests(spec, spec.batch or 1)
+        )
+        return [describe(g) for g in found if g is not None]
+
+    def forward(self, call: LayerCall) -> LayerResult:
+        with _prepared(call):
+            return forward(call)
+
+    def backward(
+        self, call: LayerCall, result: LayerResult, grads: ResultGrads, ask: BackwardRequest
+    ) -> CallGrads:
+        if ask.samples > 1:
+            return sample_by_sample(self, call, result, grads, ask)
+        with _prepared(call):
+            return backward(call, result, grads, ask)
+
+
+def _torch_could(spec: RnnSpec) -> bool:
+    """Whether torch's kernels are a choice; if not, the definition would be the only other one."""
+    return spec.backend == "auto" and spec.keep == "auto" and not spec.cell_states
+
+
+@contextmanager
+def _prepared(call: LayerCall) -> Iterator[None]:
+    """On the call's device, products in the kernels' precision, whatever autocast says."""
+    failure_flag().check()
+    x = call.input_TBI
+    with ExitStack() as stack:
+        if x.device.index != torch.cuda.current_device():
+            stack.enter_context(torch.cuda.device(x.device))
+        if torch.is_autocast_enabled("cuda"):
+            stack.enter_context(torch.autocast("cuda", enabled=False))
+        if x.dtype == torch.float32:
+            stack.enter_context(matching_products())
+        yield
+
+
+def _requests(spec: RnnSpec, batch: int) -> list[Request]:
+    numbers = numbers_of(spec.dtype)
+    assert numbers is not None
+    kernels = ("forward", "backward") if spec.needs_grad else ("forward",)
+    features = spec.lengths or spec.resets
+    return [Request(name, spec.cell, numbers, spec.hidden, batch, 1, features) for name in kernels]

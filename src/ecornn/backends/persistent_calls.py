@@ -1,0 +1,175 @@
+"""What the persistent backend's forward and backward passes share: pieces of time, products in the
+precision torch's settings allow, and pointers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ecornn.backends.protocol import LayerCall
+from ecornn.errors import NoBackend
+from ecornn.kernels.persistent.arguments import FROZEN_AFTER_END, RESET_TO_INITIAL
+from ecornn.kernels.persistent.choose import Request
+from ecornn.kernels.persistent.device import failure_flag, geometry, numbers_of
+from ecornn.kernels.persistent.launch import Launcher, launcher
+from ecornn.kernels.persistent.tile import round_up
+
+#: A buffer of gates up to this size is made in one piece: it is smaller than what saving it costs,
+#: a launch for each piece.
+SMALL_BYTES = 64 << 20
+
+
+class Piece(NamedTuple):
+    """Some consecutive steps of one launch. Directions run against each other in time."""
+
+    first_step: int
+    steps: int
+    total: int
+
+    def times(self, *, descending: bool) -> tuple[int, int]:
+        """[start, stop) in time."""
+        if descending:
+            return self.total - self.first_step - self.steps, self.total - self.first_step
+        return self.first_step, self.first_step + self.steps
+
+    @property
+    def last(self) -> bool:
+        return self.first_step + self.steps == self.total
+
+
+def pieces(steps: int, row_bytes: int, share: float) -> list[Piece]:
+    """Time in equal pieces, whose buffers of `row_bytes` a step take `share` of the whole at most,
+    unless all of it is small."""
+    small = steps * row_bytes <= SMALL_BYTES
+    size = steps if small else max(1, int(steps * share), SMALL_BYTES // row_bytes)
+    count = -(-steps // size)
+    size = -(-steps // count)
+    return [Piece(at, min(size, steps - at), steps) for at in range(0, steps, size)]
+
+
+class Launch(NamedTuple):
+    """A kernel for some of the sequences and directions of a call."""
+
+    launcher: Launcher
+    first_sequence: int
+    end_sequence: int
+    first_direction: int
+
+
+#: Launches by what they depend on; the key is a plain tuple because it is made at every call.
+_LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
+
+
+def launches(kernel_name: str, call: LayerCall) -> list[Launch]:
+    """All sequences and directions in one launch, or in as few as they need."""
+    x = call.input_TBI
+    numbers = numbers_of(x.dtype)
+    assert numbers is not None
+    key = (
+        kernel_name,
+        call.cell,
+        numbers,
+        call.h0_DBR.shape[-1],
+        x.shape[1],
+        len(call.weights),
+        call.lengths_B is not None or call.resets_TB is not None,
+        x.device.index,
+    )
+    found = _LAUNCHES.get(key)
+    if found is None:
+        found = _LAUNCHES[key] = _find_launches(*key)
+    return found
+
+
+def _find_launches(
+    name: str,
+    cell: str,
+    numbers: str,
+    hidden: int,
+    batch: int,
+    directions: int,
+    features: bool,
+    device: int,
+) -> list[Launch]:
+    if batch == 0:
+        return []
+    size = batch
+    while size >= 1:
+        for together in range(directions, 0, -1):
+            ask = Request(name, cell, numbers, hidden, size, together, features)
+            found = geometry(ask, device)
+            if found is not None:
+                return [
+                    Launch(launcher(found, device), at, min(at + size, batch), direction)
+                    for direction in range(0, directions, together)
+                    for at in range(0, batch, size)
+                ]
+        size //= 2
+    raise NoBackend(
+        f"the weights of {hidden} units do not fit on GPU {device}; the plan was made for the "
+        f"current one: call the layer under torch.cuda.device({device}), or with backend='aten'"
+    )
+
+
+def through_l2(every: list[Launch]) -> bool:
+    """Whether some of the launches exchange by marks in memory."""
+    return any(launch.launcher.geometry.tile.grid for launch in every)
+
+
+def flags(call: LayerCall) -> int:
+    return (RESET_TO_INITIAL if call.reset_to == "initial" else 0) | (
+        FROZEN_AFTER_END if call.after_end == "frozen" else 0
+    )
+
+
+def run(every: list[Launch], arguments: Any) -> None:
+    arguments.failed = failure_flag().address
+    for launch, first, end, direction in every:
+        arguments.first_sequence, arguments.end_sequence = first, end
+        arguments.first_direction = direction
+        arguments.group_batch = launch.geometry.group_batch
+        launch(arguments)
+
+
+def padded(hidden: int, dtype: torch.dtype) -> int:
+    """A section of the exchanged vector: 16-byte loads need a whole number of vectors."""
+    return round_up(hidden, 16 // dtype.itemsize)
+
+
+def marked(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A new tensor in which every value is the mark that no result can be."""
+    found = like.new_empty(shape)
+    found.view(torch.int32 if found.dtype == torch.float32 else torch.int16).fill_(-1)
+    return found
+
+
+def is_aligned(values: Tensor) -> bool:
+    """Contiguous and at an address that 16-byte loads take."""
+    return values.is_contiguous() and values.data_ptr() % 16 == 0
+
+
+def aligned(values: Tensor) -> Tensor:
+    if is_aligned(values):
+        return values
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def matching_products() -> Iterator[None]:
+    """torch's own float32 products in the precision of the kernels: cuDNN multiplies a layer's
+    input as TF32 too where torch's setting for RNNs allows it."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision  # "none" is IEEE too
+    wanted = "tf32" if numbers_of(torch.float32) == "tf32" else "ieee"
+    if (before == "tf32") == (wanted == "tf32"):
+        yield
+        return
+    matmul.fp32_precision = wanted
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

@@ -1,0 +1,119 @@
+"""A layer forwards by the persistent kernel, piece by piece of time: a product with the input, then
+one launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ecornn.backends.persistent_calls import (
+    Launch,
+    Piece,
+    aligned,
+    flags,
+    is_aligned,
+    launches,
+    marked,
+    padded,
+    pieces,
+    run,
+    through_l2,
+)
+from ecornn.backends.protocol import LayerCall, LayerResult
+from ecornn.kernels.persistent.arguments import ForwardArguments
+from ecornn.spec import GATES
+
+#: Where the gates are not kept, their buffer is at most this part of T·B·G·H.
+SHARE = 0.25
+
+
+class _Tensors:
+    """Everything of one call that the launches read and write."""
+
+    def __init__(self, call: LayerCall, every: list[Launch]) -> None:
+        x, h0, directions = call.input_TBI, call.h0_DBR, call.directions
+        steps, batch, hidden = x.shape[0], x.shape[1], h0.shape[-1]
+        lstm = call.cell == "lstm"
+        row = directions * hidden
+        self.x = x.contiguous()
+        self.h0, self.c0 = aligned(h0), None if call.c0_DBH is None else call.c0_DBH.contiguous()
+        self.lengths = None if call.lengths_B is None else call.lengths_B.contiguous()
+        self.resets = None if call.resets_TB is None else call.resets_TB.contiguous()
+        self.weights = call.weights
+        if not all(is_aligned(part) for part in call.flat_weights()):
+            self.weights = tuple(w.map(aligned) for w in call.weights)
+        exchanged = through_l2(every)
+        self.width = padded(hidden, x.dtype)
+        shares = exchanged and self.width == hidden
+        self.output = marked((steps, batch, row), x) if shares else x.new_empty(steps, batch, row)
+        self.exchange: list[Tensor] = []
+        if exchanged and not shares:
+            shape = (steps, batch, self.width)
+            self.exchange = [marked(shape, x) for _ in range(directions)]
+        with_cells = lstm and (call.cell_states or call.keep != "none")
+        self.cells = x.new_empty(steps, batch, row) if with_cells else None
+        self.kept: list[Tensor] = []
+        if call.keep == "gates":
+            stored = 4 * hidden if lstm or call.cell == "gru" else hidden
+            self.kept = [x.new_empty(steps, batch, stored) for _ in call.weights]
+        self.h_n = torch.empty_like(self.h0)
+        self.c_n = None if self.c0 is None else torch.empty_like(self.c0)
+
+    def arguments(self, call: LayerCall, piece: Piece) -> ForwardArguments:
+        """What is the same for all launches of a piece, without its gates and carried states."""
+        a = ForwardArguments()
+        size = self.output.element_size()
+        hidden = self.h0.shape[-1]
+        for d, w in enumerate(self.weights):
+            a.weights[d] = w.w_hh.data_ptr()
+            if w.b_ih is not None and w.b_hh is not None:
+                a.b_ih[d], a.b_hh[d] = w.b_ih.data_ptr(), w.b_hh.data_ptr()
+            a.output[d] = self.output.data_ptr() + d * hidden * size
+            a.exchange[d] = self.exchange[d].data_ptr() if self.exchange else a.output[d]
+            if self.cells is not None:
+                a.cells[d] = self.cells.data_ptr() + d * hidden * size
+            if self.kept:
+                a.kept[d] = self.kept[d].data_ptr()
+        a.h0 = self.h0.data_ptr()
+        a.c0 = 0 if self.c0 is None else self.c0.data_ptr()
+        a.lengths = 0 if self.lengths is None else self.lengths.data_ptr()
+        a.resets = 0 if self.resets is None else self.resets.data_ptr()
+        a.steps, a.first_step, a.total = piece.steps, piece.first_step, piece.total
+        a.batch, a.hidden = self.output.shape[1], hidden
+        a.output_row = self.output.shape[2]
+        a.exchange_row = self.width if self.exchange else self.output.shape[2]
+        a.flags = flags(call)
+        return a
+
+
+def forward(call: LayerCall) -> LayerResult:
+    every = launches("forward", call)
+    t = _Tensors(call, every)
+    x, batch, hidden = t.x, t.output.shape[1], t.h0.shape[-1]
+    gate_rows = GATES[call.cell] * hidden
+    # kept gates of an LSTM stand where its gates' inputs stood, so there is nothing to save
+    in_place = bool(t.kept) and call.cell != "gru"
+    row_bytes = call.directions * batch * gate_rows * x.element_size()
+    every_piece = pieces(x.shape[0], row_bytes, 1.0 if in_place else SHARE)
+    buffers = t.kept
+    if not in_place:
+        shape = (every_piece[0].steps * batch, gate_rows)
+        buffers = [x.new_empty(shape) for _ in call.weights]
+    h_in, c_in = t.h0, None
+    for piece in every_piece:
+        a = t.arguments(call, piece)
+        for d, w in enumerate(t.weights):
+            start, stop = piece.times(descending=d == 1)
+            gates = buffers[d].view(-1, gate_rows)[: piece.steps * batch]
+            torch.mm(x[start:stop].flatten(0, 1), w.w_ih.T, out=gates)
+            a.gates[d] = gates.data_ptr()
+        h_out = t.h_n if piece.last else torch.empty_like(t.h0)
+        c_out = None
+        a.h_in, a.h_out = h_in.data_ptr(), h_out.data_ptr()
+        if t.c0 is not None and t.c_n is not None:
+            a.c_in = 0 if c_in is None else c_in.data_ptr()
+            c_out = None if piece.last else t.c0.new_empty(t.c0.shape, dtype=torch.float32)
+            a.c_n, a.c_out = (t.c_n.data_ptr(), 0) if c_out is None else (0, c_out.data_ptr())
+        run(every, a)
+        h_in, c_in = h_out, c_out
+    return LayerResult(t.output, t.h_n, t.c_n, t.cells, t.kept)

@@ -1,0 +1,52 @@
+"""`ecornn tune`: measure kernels for one size on this GPU, and remember the fastest."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ecornn.cli.train import EXIT_BAD_INPUT
+
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+NUMBERS = ("bf16", "fp16", "tf32", "tf32x3")
+
+
+def tune(
+    hidden: Annotated[int, typer.Option(help="Hidden units, a multiple of 8.")],
+    batch: Annotated[int, typer.Option(help="Sequences.")],
+    cell: Annotated[str, typer.Option(help=f"One of {', '.join(CELLS)}.")] = "lstm",
+    numbers: Annotated[
+        str, typer.Option(help="bf16, fp16, or float32 as tf32 or tf32x3 (three products).")
+    ] = "bf16",
+    bidirectional: Annotated[bool, typer.Option(help="Both directions at once.")] = False,
+    tiles: Annotated[int, typer.Option(help="How many of the model's best to measure.")] = 12,
+) -> None:
+    """Measure persistent kernels for one size on this GPU; layers use the fastest from then on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ecornn.kernels.persistent import device, tune
+    from ecornn.kernels.persistent.choose import Request, remember
+
+    problem = device.unavailable()
+    if hidden < 8 or hidden % 8 or batch < 1 or tiles < 1:
+        problem = "--hidden must be a multiple of 8, --batch and --tiles at least 1"
+    elif cell not in CELLS or numbers not in NUMBERS:
+        problem = f"--cell is one of {', '.join(CELLS)}, --numbers one of {', '.join(NUMBERS)}"
+    if problem is not None:
+        typer.echo(f"cannot tune: {problem}", err=True)
+        raise typer.Exit(EXIT_BAD_INPUT)
+    console = Console()
+    directions = 2 if bidirectional else 1
+    entries = []
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("measuring", total=2)
+        for kernel in ("forward", "backward"):
+            ask = Request(kernel, cell, numbers, hidden, batch, directions)
+            found = tune.tune([ask], 0, tiles)
+            entries += found
+            what = f"{found[0]['microseconds']:.2f} µs a step" if found else "nothing fits"
+            progress.console.print(f"{kernel} {cell} {numbers} {hidden} × {batch}: {what}")
+            progress.advance(bar)
+    console.print(f"remembered in {remember(entries)}")

@@ -1,0 +1,62 @@
+// The exchange of a forward pass and nothing else: at every step each block publishes its slice of h
+// and reads all of h, as forward.cu does. What this takes is the floor under any forward pass.
+#define GATES (CELL == 0 ? 4 : CELL == 1 ? 3 : 1)
+#define OUTER GATES
+#define INNER 1
+#include "product.cuh"
+
+struct FloorArguments {
+  Element* exchange;  // (steps, batch, padded hidden): marked before, where blocks exchange through L2
+  u32* seen;          // (blocks): keeps the reads from being left out
+  int* failed;
+  int steps, batch, hidden, group_batch;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    exchange_floor(const __grid_constant__ FloorArguments a) {
+  const int unit0 = blockIdx.x * UNITS, first = blockIdx.y * a.group_batch;
+  const int sequences = min(a.group_batch, a.batch - first);
+  if (sequences <= 0) return;
+  Product product(a.hidden, sequences, a.failed);
+  if (!GRID) product.clear_vectors();
+  product.open_cluster();
+  u32 folded = 0;
+  for (int local = 0; local < a.steps; ++local) {
+    if (local > 0 && GRID) {
+      const Published from{a.exchange + (size_t(local - 1) * a.batch + first) * product.padded, product.padded};
+#pragma unroll
+      for (int piece = 0; piece < Product::PIECES; ++piece) {
+        uint4 v[AT_ONCE];
+        product.request(v, from, piece);
+        product.await(v, from, piece);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) folded ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+      }
+    } else if (local > 0) {
+      product.await_vectors(local - 1);
+#pragma unroll
+      for (int n = 0; n < BATCH_TILES; ++n)
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+          const uint4 v = product.from_shared(local & 1, c, n);
+          folded ^= v.x ^ v.y ^ v.z ^ v.w;
+        }
+    }
+    __syncthreads();
+    if (local > 0) product.rearm_vectors(local - 1);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int item0 = (product.warp + i * WARPS) * 32, item = item0 + product.lane;
+      if (item0 / UNITS >= sequences) break;
+      const int unit = unit0 + item % UNITS, s = item / UNITS;
+      const Element bits[1] = {Element((folded & 1) + local % 256)};
+      if (!GRID)
+        product.publish_shared(local, item0, unit0, bits);
+      else if (s < sequences && unit < product.padded)
+        store_relaxed(a.exchange + (size_t(local) * a.batch + first + s) * product.padded + unit, bits[0]);
+    }
+  }
+  if (!GRID) product.await_vectors(a.steps - 1);
+  if (threadIdx.x == 0) a.seen[blockIdx.y * gridDim.x + blockIdx.x] = folded;
+  product.close_cluster();
+}

@@ -1,0 +1,199 @@
+"""Choose a persistent kernel's tile: measured before, or by the model of `model.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ecornn.kernels.persistent.model import estimate
+from ecornn.kernels.persistent.tile import (
+    CHUNK_BYTES,
+    TILE_ROWS,
+    TILE_SEQUENCES,
+    Geometry,
+    Tile,
+    round_up,
+)
+from ecornn.settings import settings
+from ecornn.spec import GATES
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a GPU has, as far as tiles depend on it. Clusters are counted with one block on a
+    multiprocessor: persistent blocks fill it."""
+
+    multiprocessors: int
+    shared_bytes: int  # that a block can have
+    #: How many clusters of a size run at once; empty where there are none.
+    clusters: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    kernel: str
+    cell: str
+    numbers: str
+    hidden: int
+    batch: int
+    directions: int = 1
+    features: bool = False
+
+
+#: Tiles that were the fastest of many on an H200, one for each request that was measured.
+TUNED = Path(__file__).with_name("tuned.json")
+
+
+def ranked(ask: Request, chip: Chip) -> list[Geometry]:
+    """Every way to serve a request, best first; empty where nothing fits."""
+    found = sorted(candidates(ask, chip), key=lambda g: estimate(g, ask.hidden))
+    if (known := measured(ask)) is not None and known in found:
+        found.remove(known)
+        found.insert(0, known)
+    return found
+
+
+def measured(ask: Request) -> Geometry | None:
+    """The tile that was the fastest when this request was measured."""
+    entry = _table().get(_key(asdict(ask)))
+    if entry is None:
+        return None
+    tile = Tile(
+        kernel=ask.kernel,
+        cell=ask.cell,
+        numbers=ask.numbers,
+        features=ask.features,
+        **entry["tile"],
+    )
+    return Geometry(tile, entry["blocks"], entry["groups"], ask.directions, entry["group_batch"])
+
+
+def _key(ask: dict[str, Any]) -> tuple[Any, ...]:
+    # half precisions cost the same, and lengths or resets change nothing that a tile depends on
+    numbers = "half" if ask["numbers"] in ("bf16", "fp16", "half") else ask["numbers"]
+    return (*(ask[name] for name in ("kernel", "cell", "hidden", "batch", "directions")), numbers)
+
+
+@cache
+def _table() -> dict[tuple[Any, ...], dict[str, Any]]:
+    """What was measured for the package, and on top of it what was measured on this machine."""
+    entries = [*read_entries(TUNED), *read_entries(own_table())]
+    return {_key(entry["request"]): entry for entry in entries}
+
+
+def own_table() -> Path:
+    return settings().cache / "tuned.json"
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return found
+
+
+def remember(entries: list[dict[str, Any]]) -> Path:
+    """Add entries to this machine's own table, in place of older ones for the same requests."""
+    path = own_table()
+    kept = {_key(e["request"]): e for e in [*read_entries(path), *entries]}
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
+    with os.fdopen(handle, "w") as file:
+        file.write(as_text(kept.values()))
+    Path(name).replace(path)
+    _table.cache_clear()
+    return path
+
+
+def as_text(entries: Iterable[dict[str, Any]]) -> str:
+    """A table's form: one entry a line, so that a change is seen."""
+    return "[\n" + ",\n".join(json.dumps(e) for e in entries) + "\n]\n"
+
+
+def registers(tile: Tile) -> int:
+    """About what a thread takes; fitted to what the compiler says, and compared in the tests."""
+    pieces = -(-tile.chunks * tile.batch_tiles // tile.at_once)
+    vector = tile.at_once * 4 * min(2, pieces) if tile.grid else 12
+    sums = tile.row_tiles * (4 if tile.row_tiles >= 4 else 8)
+    item = {"lstm": 18, "gru": 18, "rnn_tanh": 10, "rnn_relu": 10}[tile.cell] * tile.items
+    split = 30 if tile.numbers == "tf32x3" else 0  # a product's two parts
+    return tile.weight_registers + vector + sums + item + split + 36
+
+
+def candidates(ask: Request, chip: Chip) -> Iterator[Geometry]:
+    element = 2 if ask.numbers in ("bf16", "fp16") else 4
+    inner = 1 if ask.kernel == "forward" else GATES[ask.cell]
+    length = inner * round_up(ask.hidden, 16 // element)  # of the exchanged vector
+    chunks = -(-length * element // CHUNK_BYTES)
+    for grid, cluster, units, blocks, at_once in _spreads(ask, chip):
+        most_groups = at_once // (blocks * ask.directions)
+        for groups in sorted({min(most_groups, -(-ask.batch // n)) for n in (1, 8, 16, 32)} - {0}):
+            group_batch = -(-ask.batch // groups)
+            if group_batch > 32:
+                continue
+            for tile in _tiles(ask, grid, cluster, units, chunks, group_batch):
+                if tile.shared_bytes > chip.shared_bytes:
+                    tile = replace(tile, partial_buffers=1)
+                if tile.shared_bytes <= chip.shared_bytes:
+                    groups = -(-ask.batch // group_batch)
+                    yield Geometry(tile, blocks, groups, ask.directions, group_batch)
+
+
+def _spreads(ask: Request, chip: Chip) -> Iterator[tuple[bool, int, int, int, int]]:
+    """Ways to spread the hidden units: (grid, cluster, units, blocks, blocks at once)."""
+    for cluster, count in ((1, chip.multiprocessors), *chip.clusters):
+        units = round_up(-(-ask.hidden // cluster), 8)
+        if (cluster - 1) * units < ask.hidden:
+            yield False, cluster, units, cluster, count * cluster
+    for cluster, count in ((1, chip.multiprocessors), *chip.clusters):
+        if cluster > 8:
+            continue
+        for units in (8, 16, 24, 32):
+            blocks = round_up(-(-ask.hidden // units), cluster)
+            if cluster < blocks <= count * cluster:
+                yield True, cluster, units, blocks, count * cluster
+
+
+def _tiles(
+    ask: Request, grid: bool, cluster: int, units: int, chunks: int, group_batch: int
+) -> Iterator[Tile]:
+    outer = GATES[ask.cell] if ask.kernel == "forward" else 1
+    owners = cluster if grid else 1
+    tiles = -(-outer * units * owners // TILE_ROWS)
+    own_chunks = -(-chunks // owners)
+    for warps in (1, 2, 4, 8, 16) if tiles * own_chunks < 4 else (4, 8, 16):
+        for row_warps in (1, 2, 4, 8, 16):
+            k_warps = warps // row_warps
+            # the vector would be read from memory once for each row of warps
+            if (
+                k_warps == 0
+                or row_warps > tiles
+                or k_warps > own_chunks
+                or (grid and row_warps > 1)
+            ):
+                continue
+            row_tiles, k_chunks = -(-tiles // row_warps), -(-own_chunks // k_warps)
+            batch_tiles = -(-group_batch // TILE_SEQUENCES)
+            for at_once in _at_once(k_chunks * batch_tiles) if grid else (1,):
+                for register_tiles in range(row_tiles, 0, -1):
+                    tile = Tile(
+                        *(ask.kernel, ask.cell, ask.numbers, units, row_warps, k_warps),
+                        *(row_tiles, register_tiles, k_chunks, batch_tiles, grid, cluster),
+                        at_once=at_once,
+                        features=ask.features,
+                    )
+                    if registers(tile) <= min(255, 65536 // tile.threads):
+                        yield tile
+                        break
+
+
+def _at_once(vectors: int) -> Iterator[int]:
+    """How many vectors a lane loads together: all where they are few."""
+    if vectors <= 8:
+        yield vectors
+    if vectors > 2:
+        yield from (n for n in (2, 4, 8) if n < vectors)

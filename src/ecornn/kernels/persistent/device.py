@@ -1,0 +1,100 @@
+"""What the GPU at hand offers, and the geometry that serves a request on it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ecornn.errors import KernelGaveUp
+from ecornn.kernels.jit import compiler_unavailable
+from ecornn.kernels.persistent.choose import Chip, Request, ranked
+from ecornn.kernels.persistent.launch import architecture, kernel
+from ecornn.kernels.persistent.tile import Geometry
+
+#: Tensor cores for bfloat16 and TF32 begin here.
+OLDEST = (8, 0)
+#: How many of the ranked geometries are compiled before a request is given up.
+TRIES = 8
+#: Clusters of each size that run at once with one block on a multiprocessor, measured on an H200;
+#: the driver is asked again for the kernel that is chosen.
+_HOPPER_CLUSTERS = ((2, 66), (4, 30), (8, 15), (16, 7))
+
+
+@cache
+def unavailable() -> str | None:
+    """Why no persistent kernel can run on this machine; None if it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.version.hip is not None:
+        return "its kernels are CUDA sources, and this is a ROCm build of torch"
+    if (missing := compiler_unavailable()) is not None:
+        return missing
+    return None
+
+
+def too_old() -> str | None:
+    if torch.cuda.get_device_capability() < OLDEST:
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+@cache
+def chip(device: int) -> Chip:
+    properties = torch.cuda.get_device_properties(device)
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
+    count = properties.multi_processor_count
+    clusters = _HOPPER_CLUSTERS if properties.major == 9 else ()
+    scaled = tuple((size, n * count // 132) for size, n in clusters)
+    return Chip(count, shared, tuple((size, n) for size, n in scaled if n > 0))
+
+
+@cache
+def geometry(ask: Request, device: int) -> Geometry | None:
+    """The best geometry whose blocks the device can run at once; None where there is none."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # makes the device's context current in this thread
+        for found in ranked(ask, chip(device))[:TRIES]:
+            tile = found.tile
+            needed = found.all_blocks if tile.grid else tile.cluster
+            if kernel(tile, architecture(device)).blocks_at_once() >= needed:
+                return found
+    return None
+
+
+def numbers_of(dtype: torch.dtype) -> str | None:
+    """How a dtype is multiplied; None if it is not. float32 follows torch's setting for RNNs."""
+    if dtype == torch.float32:
+        return "tf32" if _tf32_allowed() else "tf32x3"
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+
+
+def _tf32_allowed() -> bool:
+    rnn: Any = getattr(torch.backends.cudnn, "rnn", None)
+    if rnn is None:
+        return bool(torch.backends.cudnn.allow_tf32)
+    return bool(rnn.fp32_precision == "tf32")
+
+
+class FailureFlag:
+    """One integer in pinned memory that kernels set when they give up; read without waiting."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.value = self.tensor.numpy()
+        self.address = self.tensor.data_ptr()
+
+    def check(self) -> None:
+        if self.value[0]:
+            self.value[0] = 0
+            raise KernelGaveUp(
+                "an earlier recurrent layer's kernel gave up waiting for one of its blocks, and "
+                "its results are wrong: the GPU is shared with another process, or was preempted "
+                "for seconds; run again, or make the layers with backend='aten'"
+            )
+
+
+@cache
+def failure_flag() -> FailureFlag:
+    return FailureFlag()

@@ -1,0 +1,152 @@
+"""Load a persistent kernel, check that all its blocks can run at once, launch it on torch's stream.
+
+Everything here goes through the CUDA driver's own functions, which come with `cuda-core`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+import torch
+
+from ecornn.errors import EcornnError
+from ecornn.kernels.jit import compiled
+from ecornn.kernels.persistent.tile import Geometry, Tile
+
+#: Largest cluster that needs no permission.
+PORTABLE_CLUSTER = 8
+
+
+class LaunchError(EcornnError, RuntimeError):
+    """The CUDA driver refused to load or launch a kernel."""
+
+
+def driver() -> Any:
+    from cuda.bindings import driver as functions
+
+    return functions
+
+
+def _call(found: tuple[Any, ...], doing: str) -> Any:
+    error, *values = found
+    if int(error) != 0:
+        raise LaunchError(f"{doing}: {error}")
+    return values[0] if values else None
+
+
+def architecture(device: int) -> str:
+    """The target that kernels for a device are compiled for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
+
+
+class Kernel:
+    """One compiled tile, loaded; it serves every device of its architecture."""
+
+    def __init__(self, tile: Tile, arch: str) -> None:
+        cuda = driver()
+        code = compiled(tile.variant(arch))
+        doing = f"loading {tile}"
+        self.tile = tile
+        self.library = _call(cuda.cuLibraryLoadData(code, [], [], 0, [], [], 0), doing)
+        self.handle = _call(cuda.cuLibraryGetKernel(self.library, tile.kernel.encode()), doing)
+        attribute = cuda.CUfunction_attribute
+        wanted = [(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, tile.shared_bytes)]
+        if tile.cluster > PORTABLE_CLUSTER:
+            wanted.append((attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        for device in range(torch.cuda.device_count()):
+            if architecture(device) == arch:
+                for name, value in wanted:
+                    _call(cuda.cuKernelSetAttribute(name, value, self.handle, device), doing)
+
+    def blocks_at_once(self) -> int:
+        """How many blocks the current device runs at the same time."""
+        cuda, tile = driver(), self.tile
+        function = _call(cuda.cuKernelGetFunction(self.handle), "finding the kernel")
+        if tile.cluster > 1:
+            config = self.config(Geometry(tile, tile.cluster, 1, 1, 1), cooperative=False)
+            clusters = cuda.cuOccupancyMaxActiveClusters(function, config)
+            return int(_call(clusters, "counting clusters")) * tile.cluster
+        per_multiprocessor = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            function, tile.threads, tile.shared_bytes
+        )
+        count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        return int(_call(per_multiprocessor, "counting blocks")) * count
+
+    def config(self, geometry: Geometry, *, cooperative: bool) -> Any:
+        cuda, tile = driver(), self.tile
+        config = cuda.CUlaunchConfig()
+        config.gridDimX, config.gridDimY = geometry.blocks, geometry.groups
+        config.gridDimZ = geometry.directions
+        config.blockDimX, config.blockDimY, config.blockDimZ = tile.threads, 1, 1
+        config.sharedMemBytes = tile.shared_bytes
+        attributes = []
+        if tile.cluster > 1:
+            shape = cuda.CUlaunchAttribute()
+            shape.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            shape.value.clusterDim.x = tile.cluster
+            shape.value.clusterDim.y = shape.value.clusterDim.z = 1
+            attributes.append(shape)
+        if cooperative:
+            together = cuda.CUlaunchAttribute()
+            together.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            together.value.cooperative = 1
+            attributes.append(together)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
+
+
+@cache
+def kernel(tile: Tile, arch: str) -> Kernel:
+    return Kernel(tile, arch)
+
+
+class _Config(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z")),
+        *((name, ctypes.c_uint) for name in ("block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@cache
+def _launch_function() -> Any:
+    # called by ctypes: the bindings' own wrapper took 60 µs a launch on an H200's host
+    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    function = library.cuLaunchKernelEx
+    function.argtypes = (ctypes.c_void_p,) * 4
+    function.restype = ctypes.c_int
+    return function
+
+
+class Launcher:
+    """A kernel with one geometry on one device, ready to be launched."""
+
+    def __init__(self, geometry: Geometry, device: int) -> None:
+        self.geometry, self.device = geometry, device
+        self._kernel = kernel(geometry.tile, architecture(device))
+        # blocks that exchange across the whole grid must all run at once; clusters always do
+        self._built = self._kernel.config(geometry, cooperative=geometry.tile.grid)
+        self._config = _Config.from_address(int(self._built.getPtr()))
+        self._handle = int(self._kernel.handle)
+        self._launch = _launch_function()
+
+    def __call__(self, arguments: ctypes.Structure) -> None:
+        config = _Config.from_buffer_copy(self._config)  # each thread its own
+        config.stream = torch._C._cuda_getCurrentRawStream(self.device)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        code = self._launch(ctypes.addressof(config), self._handle, ctypes.addressof(pointers), 0)
+        if code != 0:
+            raise LaunchError(f"launching {self.geometry}: {driver().CUresult(code)!r}")
+
+
+@cache
+def launcher(geometry: Geometry, device: int) -> Launcher:
+    return Launcher(geometry, device)

@@ -1,0 +1,148 @@
+"""How long a step of a persistent kernel takes, by a small linear model that can be printed.
+
+The terms are counts that follow from the tile; the weights were fitted to 2,900 tiles measured on
+an H200 (bfloat16 and TF32, H from 64 to 2048, 1 to 64 sequences). Nine tiles in ten are predicted
+within a quarter of what they take: enough to leave out what is hopeless, not to tell the two best
+apart, which is what the measured table in `tuned.json` is for.
+"""
+
+from __future__ import annotations
+
+from ecornn.kernels.persistent.tile import CHUNK_BYTES, Geometry, Tile
+
+#: Microseconds a unit of each term, by (kernel, whether all blocks exchange through L2).
+WEIGHTS: dict[tuple[str, bool], dict[str, float]] = {
+    ("forward", True): {
+        "start": 0.70,
+        "chain": 0.088,
+        "products": 0.32,
+        "kilobytes": 0.0124,
+        "pieces": 0.30,
+        "polled megabytes": 0.22,
+        "reduction": 0.46,
+        "reduced kilobytes": 0.077,
+        "weights in shared memory": 0.01,
+        "items": 0.35,
+        "warps": 0.028,
+    },
+    ("forward", False): {
+        "start": 0.47,
+        "cluster": 0.06,
+        "large cluster": 0.04,
+        "products": 0.34,
+        "kilobytes": 0.06,
+        "kilobytes read by all row warps": 0.0044,
+        "partial sums": 0.0095,
+        "weights in shared memory": 0.08,
+        "items": 0.29,
+        "wide numbers": 0.14,
+    },
+    ("backward", True): {
+        "start": 0.91,
+        "chain": 0.054,
+        "products": 0.44,
+        "kilobytes": 0.0086,
+        "pieces": 0.21,
+        "polled megabytes": 0.28,
+        "reduction": 0.43,
+        "reduced kilobytes": 0.10,
+        "items": 0.44,
+        "warps": 0.017,
+    },
+    ("backward", False): {
+        "start": 0.53,
+        "chain": 0.02,
+        "large cluster": 0.17,
+        "products": 0.47,
+        "kilobytes": 0.025,
+        "kilobytes read by all row warps": 0.011,
+        "partial sums": 0.028,
+        "weights in shared memory": 0.011,
+        "items": 0.29,
+        "wide numbers": 0.13,
+    },
+}
+
+
+def terms(geometry: Geometry, hidden: int) -> dict[str, float]:
+    """What a step of this geometry consists of."""
+    tile = geometry.tile
+    batch, warps = geometry.group_batch, tile.threads // 32
+    batch_tiles = -(-batch // 8)
+    items = -(-tile.units * batch // tile.threads)
+    in_shared = (tile.row_tiles - tile.register_tiles) * tile.chunks * 2 * tile.threads * 16
+    kilobytes = batch * tile.inner * hidden * tile.element_bytes / tile.owners / 1024
+    found = {
+        "start": 1.0,
+        "chain": tile.chunks * batch_tiles,
+        "products": tile.row_tiles * tile.chunks * 2 * batch_tiles * max(1.0, warps / 4) / 64,
+        "weights in shared memory": in_shared * batch_tiles / 32768,
+        "items": items - 1,
+        "warps": warps,
+        "wide numbers": float(tile.element_bytes == 4),
+    }
+    if tile.grid:
+        return found | _through_l2(geometry, batch_tiles, kilobytes)
+    several = tile.cluster > 1
+    return found | {
+        "cluster": float(several),
+        "large cluster": float(tile.cluster == 16),
+        "kilobytes": kilobytes * several,
+        "kilobytes read by all row warps": kilobytes * tile.row_warps,
+        "partial sums": tile.k_warps * tile.outer * items,
+    }
+
+
+def _through_l2(geometry: Geometry, batch_tiles: int, kilobytes: float) -> dict[str, float]:
+    tile = geometry.tile
+    pieces = -(-tile.chunks * batch_tiles // tile.at_once)
+    reduced = tile.owners * tile.outer * tile.units * geometry.group_batch * 4 / 1024
+    return {
+        "kilobytes": kilobytes,
+        "pieces": pieces - 1,
+        "polled megabytes": kilobytes * geometry.all_blocks / 1024 if pieces == 1 else 0.0,
+        "reduction": float(tile.owners > 1),
+        "reduced kilobytes": reduced if tile.owners > 1 else 0.0,
+    }
+
+
+def estimate(geometry: Geometry, hidden: int) -> float:
+    """Microseconds a step."""
+    weights = WEIGHTS[geometry.tile.kernel, geometry.tile.grid]
+    return sum(weights.get(name, 0.0) * count for name, count in terms(geometry, hidden).items())
+
+
+def explain(geometry: Geometry, hidden: int) -> str:
+    """The estimate, term by term."""
+    tile = geometry.tile
+    weights = WEIGHTS[tile.kernel, tile.grid]
+    lines = [describe(geometry), f"  {estimate(geometry, hidden):.2f} us a step by the model:"]
+    for name, count in terms(geometry, hidden).items():
+        if (cost := weights.get(name, 0.0) * count) >= 0.005:
+            lines.append(f"  {cost:6.2f} us  {name} ({count:g})")
+    return "\n".join(lines)
+
+
+def describe(geometry: Geometry) -> str:
+    tile = geometry.tile
+    where = "all blocks exchange through L2" if tile.grid else "one block, nothing to exchange"
+    if tile.cluster > 1:
+        where = f"clusters of {tile.cluster} exchange through shared memory"
+        if tile.grid:
+            where = f"exchange through L2, clusters of {tile.cluster} share the inner dimension"
+    weights = tile.row_tiles * tile.chunks * CHUNK_BYTES * 16 * tile.threads // 32
+    return (
+        f"{tile.kernel} {tile.cell} {tile.numbers}: {geometry.blocks} blocks of {tile.units} units "
+        f"× {geometry.groups} groups of {geometry.group_batch} sequences"
+        f"{' × 2 directions' if geometry.directions == 2 else ''}; {where}; "
+        f"{weights // 1024} KiB of weights a block, {_in_registers(tile)} in registers; "
+        f"{tile.threads} threads, {tile.shared_bytes // 1024} KiB shared memory"
+    )
+
+
+def _in_registers(tile: Tile) -> str:
+    return (
+        "all"
+        if tile.register_tiles == tile.row_tiles
+        else (f"{tile.register_tiles} of {tile.row_tiles}")
+    )

@@ -1,0 +1,138 @@
+"""`Tile`: the compile-time shape of a persistent kernel, and `Geometry`: how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ecornn.kernels.jit import Variant
+from ecornn.spec import GATES
+
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+#: Element types as the sources number them. "tf32" and "tf32x3" are float32 tensors.
+NUMBERS = ("bf16", "fp16", "tf32", "tf32x3")
+#: Rows of a tensor-core product, and the sequences it takes at once.
+TILE_ROWS = 16
+TILE_SEQUENCES = 8
+#: Bytes of the inner dimension that the four lanes of a row load at once.
+CHUNK_BYTES = 64
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Every constant a kernel is compiled with; the names are those of `product.cuh`."""
+
+    kernel: str  # "forward", "backward", or "exchange_floor": a forward pass's exchange alone
+    cell: str
+    numbers: str
+    units: int
+    row_warps: int
+    k_warps: int
+    row_tiles: int
+    register_tiles: int
+    chunks: int
+    batch_tiles: int
+    grid: bool
+    cluster: int = 1
+    partial_buffers: int = 2
+    at_once: int = 8
+    features: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.numbers in ("bf16", "fp16") else 4
+
+    @property
+    def vector(self) -> int:
+        """Elements of one 16-byte load."""
+        return 16 // self.element_bytes
+
+    @property
+    def threads(self) -> int:
+        return self.row_warps * self.k_warps * 32
+
+    @property
+    def sequences(self) -> int:
+        return self.batch_tiles * TILE_SEQUENCES
+
+    @property
+    def outer(self) -> int:
+        """Rows of the product a hidden unit has."""
+        return 1 if self.kernel == "backward" else GATES[self.cell]
+
+    @property
+    def inner(self) -> int:
+        """Values a hidden unit exchanges at each step."""
+        return GATES[self.cell] if self.kernel == "backward" else 1
+
+    @property
+    def owners(self) -> int:
+        """Blocks of a cluster that share the inner dimension."""
+        return self.cluster if self.grid else 1
+
+    @property
+    def items(self) -> int:
+        """(unit, sequence) pairs of a thread."""
+        return -(-self.units * self.sequences // self.threads)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """As `product.cuh` lays it out; the compiler checks that both reckon the same."""
+        weights = self.row_tiles - self.register_tiles
+        weight_bytes = weights * self.chunks * 2 * self.threads * 16
+        row = self.k_warps * self.chunks * CHUNK_BYTES
+        row += CHUNK_BYTES if row % 128 == 0 else 0
+        vectors = 0 if self.grid else self.sequences * row
+        block_rows = self.row_warps * self.row_tiles * TILE_ROWS
+        partial = self.k_warps * self.sequences * (block_rows + 4) * 4
+        received = 0
+        if self.owners > 1:
+            received = self.owners * self.sequences * self.outer * self.units * 4
+        stage = 0
+        if not self.grid and self.cluster > 1:
+            stage = self.threads * self.inner * self.element_bytes
+        total = weight_bytes + 2 * vectors + self.partial_buffers * partial + 2 * received + stage
+        return total + 16
+
+    @property
+    def weight_registers(self) -> int:
+        return self.register_tiles * self.chunks * 8
+
+    def variant(self, arch: str) -> Variant:
+        constants = {
+            "CELL": CELLS.index(self.cell),
+            "DTYPE": NUMBERS.index(self.numbers),
+            "UNITS": self.units,
+            "ROW_WARPS": self.row_warps,
+            "K_WARPS": self.k_warps,
+            "ROW_TILES": self.row_tiles,
+            "REGISTER_TILES": self.register_tiles,
+            "CHUNKS": self.chunks,
+            "BATCH_TILES": self.batch_tiles,
+            "GRID": int(self.grid),
+            "CLUSTER": self.cluster,
+            "PARTIAL_BUFFERS": self.partial_buffers,
+            "AT_ONCE": self.at_once,
+            "FEATURES": int(self.features),
+            "SHARED_BYTES": self.shared_bytes,
+        }
+        return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A tile and the blocks of one launch."""
+
+    tile: Tile
+    blocks: int  # along the hidden units
+    groups: int  # of sequences
+    directions: int
+    group_batch: int
+
+    @property
+    def all_blocks(self) -> int:
+        return self.blocks * self.groups * self.directions

@@ -1,0 +1,154 @@
+"""Measure tiles on the GPU at hand and write down the fastest: where `tuned.json` comes from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecornn.kernels.jit import compiled
+from ecornn.kernels.jit.resources import resources
+from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
+from ecornn.kernels.persistent.choose import Request, ranked
+from ecornn.kernels.persistent.device import chip, failure_flag
+from ecornn.kernels.persistent.launch import architecture, kernel, launcher
+from ecornn.kernels.persistent.tile import Geometry
+from ecornn.spec import GATES
+
+STEPS = 128
+ROUNDS = 5
+LAUNCHES = 4  # of one round
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def finalists(ask: Request, device: int, count: int) -> list[Geometry]:
+    """The model's best that do not spill, and what was measured the best before."""
+    arch, found = architecture(device), []
+    for geometry in ranked(ask, chip(device)):
+        if resources(compiled(geometry.tile.variant(arch))).frame_bytes == 0:
+            found.append(geometry)
+        if len(found) == count:
+            break
+    return found
+
+
+class _Problem:
+    """Random tensors of a request's sizes; only the time matters here."""
+
+    def __init__(self, ask: Request, device: int) -> None:
+        self.ask = ask
+        self.dtype = _DTYPES.get(ask.numbers, torch.float32)
+        self.device = torch.device("cuda", device)
+        rows = GATES[ask.cell] * ask.hidden
+        d, b, h = ask.directions, ask.batch, ask.hidden
+        stored = (4 if ask.cell in ("lstm", "gru") else 1) * h
+        self.weights = [self._draw(rows * h, scale=h**-0.5) for _ in range(d)]
+        self.gates = [self._draw(STEPS, b, max(rows, stored)) for _ in range(d)]
+        self.output, self.cells = self._draw(STEPS, b, d * h), self._draw(STEPS, b, d * h)
+        self.d_output = self._draw(STEPS, b, d * h)
+        self.states = [self._draw(d, b, h) for _ in range(4)]
+        self.carried = [torch.zeros(d, b, h, device=self.device) for _ in range(2)]
+        self.d_gates = [self._draw(STEPS, b, stored) for _ in range(d)]
+        self.exchanged = self.d_gates if ask.kernel == "backward" else [self.output]
+
+    def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
+
+    def mark(self) -> None:
+        for tensor in self.exchanged:
+            tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16).fill_(-1)
+
+    def arguments(self, geometry: Geometry) -> ForwardArguments | BackwardArguments:
+        ask = self.ask
+        backward = ask.kernel == "backward"
+        a: Any = BackwardArguments() if backward else ForwardArguments()
+        row = ask.directions * ask.hidden
+        for d in range(ask.directions):
+            a.gates[d], a.weights[d] = self.gates[d].data_ptr(), self.weights[d].data_ptr()
+            offset = d * ask.hidden * self.output.element_size()
+            a.output[d], a.cells[d] = (t.data_ptr() + offset for t in (self.output, self.cells))
+            a.exchange[d] = a.output[d]
+            if backward:
+                a.d_output[d] = self.d_output.data_ptr() + offset
+                a.d_gates[d] = a.exchange[d] = self.d_gates[d].data_ptr()
+        h0, c0, first, second = (t.data_ptr() for t in self.states)
+        a.h0, a.c0 = h0, c0
+        if backward:
+            a.d_h_out, a.d_c_out = (t.data_ptr() for t in self.carried)
+        else:
+            a.h_in, a.h_out, a.c_n = h0, first, second
+        a.failed = failure_flag().address
+        a.steps = a.total = STEPS
+        a.batch = a.end_sequence = ask.batch
+        a.hidden, a.output_row, a.group_batch = ask.hidden, row, geometry.group_batch
+        a.exchange_row = self.d_gates[0].shape[-1] if backward else row
+        return a  # type: ignore[no-any-return]
+
+
+def measure(problem: _Problem, geometry: Geometry, device: int) -> float | None:
+    """Microseconds a step, marks included; None where the blocks cannot run at once."""
+    tile = geometry.tile
+    needed = geometry.all_blocks if tile.grid else tile.cluster
+    if kernel(tile, architecture(device)).blocks_at_once() < needed:
+        return None
+    launch, arguments = launcher(geometry, device), problem.arguments(geometry)
+
+    def round_() -> None:
+        for _ in range(LAUNCHES):
+            if tile.grid:
+                problem.mark()
+            launch(arguments)
+
+    round_()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(200_000)  # so that the host is ahead of the device
+        start.record()
+        round_()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / LAUNCHES / STEPS)
+    failure_flag().check()
+    return float(statistics.median(times))
+
+
+def tune(
+    asks: Sequence[Request],
+    device: int,
+    count: int,
+    tell: Callable[[Request, int, float], None] = lambda *_: None,
+) -> list[dict[str, Any]]:
+    """One entry of `tuned.json` for each request that something fits."""
+    entries = []
+    for ask in asks:
+        if ask.hidden % 8 != 0:
+            raise ValueError(f"tiles are measured for multiples of 8 units, not {ask.hidden}")
+        problem = _Problem(ask, device)
+        found = [(measure(problem, g, device), g) for g in finalists(ask, device, count)]
+        timed = [(us, g) for us, g in found if us is not None]
+        if timed:
+            us, best = min(timed, key=lambda pair: pair[0])
+            entries.append(entry(ask, best, us))
+            tell(ask, len(timed), us)
+    return entries
+
+
+def entry(ask: Request, geometry: Geometry, microseconds: float) -> dict[str, Any]:
+    request = asdict(ask)
+    del request["features"]  # cost nothing that a tile depends on
+    tile = asdict(geometry.tile)
+    for name in ("kernel", "cell", "numbers", "features"):
+        del tile[name]
+    return {
+        "request": request,
+        "tile": tile,
+        "blocks": geometry.blocks,
+        "groups": geometry.groups,
+        "group_batch": geometry.group_batch,
+        "microseconds": round(microseconds, 3),
+    }

@@ -1,0 +1,204 @@
+"""Persistent kernels without a GPU: every tile compiles for every architecture, the model's choices
+are sound, and the host's reckoning agrees with the compiler's."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import replace
+
+import pytest
+
+from ecornn.backends.persistent_calls import Piece, pieces
+from ecornn.kernels.jit import build, compiler_unavailable
+from ecornn.kernels.jit.key import SOURCES
+from ecornn.kernels.jit.resources import resources
+from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
+from ecornn.kernels.persistent.choose import (
+    Chip,
+    Request,
+    _table,
+    candidates,
+    measured,
+    ranked,
+    registers,
+)
+from ecornn.kernels.persistent.floor import FloorArguments
+from ecornn.kernels.persistent.model import describe, estimate, explain, terms
+from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry
+from ecornn.spec import GATES
+
+needs_compiler = pytest.mark.skipif(
+    compiler_unavailable() is not None, reason=str(compiler_unavailable())
+)
+
+HOPPER = Chip(132, 232448, ((2, 66), (4, 30), (8, 15), (16, 7)))
+#: Multiprocessors and shared memory of an A100, an A10, an L4, an H200, a B200, an RTX 5090.
+CHIPS = {
+    "sm_80": Chip(108, 166912),
+    "sm_86": Chip(72, 101376),
+    "sm_89": Chip(58, 101376),
+    "sm_90a": HOPPER,
+    "sm_100a": Chip(148, 232448),
+    "sm_120": Chip(170, 101376),
+}
+KERNELS = ("forward", "backward")
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiles_for(arch: str, cell: str, numbers: str, kernel: str) -> None:
+    # one block alone for some, all blocks for others, with and without lengths and resets
+    large = (CELLS.index(cell) + NUMBERS.index(numbers)) % 2
+    ask = Request(kernel, cell, numbers, 384 if large else 40, 5, features=bool(large))
+    code = build(ranked(ask, CHIPS[arch])[0].tile.variant(arch))
+    assert kernel.encode() in code
+    assert resources(code).registers <= 255
+
+
+@needs_compiler
+@pytest.mark.parametrize("entry", list(_table().values()), ids=lambda e: str(e["request"].values()))
+def test_no_tuned_tile_spills(entry: dict[str, dict[str, int]]) -> None:
+    request = dict(entry["request"])
+    if request["numbers"] == "half":
+        request["numbers"] = "bf16"
+    found = measured(Request(**request))  # type: ignore[arg-type]
+    assert found is not None
+    used = resources(build(found.tile.variant("sm_90a")))
+    assert used.frame_bytes == 0
+    assert used.registers * found.tile.threads <= 65536
+
+
+ASKS = [
+    Request(kernel, cell, numbers, hidden, batch, directions)
+    for kernel in KERNELS
+    for cell, numbers in (("lstm", "bf16"), ("gru", "tf32"), ("rnn_tanh", "fp16"))
+    for hidden, batch in ((1, 1), (7, 3), (64, 64), (100, 5), (256, 16), (512, 33), (1024, 4))
+    for directions in (1, 2)
+]
+
+
+@pytest.mark.parametrize("ask", ASKS, ids=str)
+def test_every_candidate_covers_the_problem(ask: Request) -> None:
+    found = list(candidates(ask, HOPPER))
+    assert found
+    for geometry in found:
+        tile = geometry.tile
+        assert tile.shared_bytes <= HOPPER.shared_bytes
+        assert tile.threads <= 512
+        assert geometry.blocks * tile.units >= ask.hidden
+        assert geometry.blocks % tile.cluster == 0
+        assert geometry.groups * geometry.group_batch >= ask.batch
+        assert (geometry.groups - 1) * geometry.group_batch < ask.batch  # no idle group
+        assert tile.sequences >= geometry.group_batch
+        rows = tile.row_warps * tile.row_tiles * TILE_ROWS
+        assert rows >= tile.outer * tile.units * tile.owners
+        covered = tile.k_warps * tile.chunks * tile.owners * 64 // tile.element_bytes
+        assert covered >= tile.inner * ask.hidden
+        if tile.grid:
+            assert geometry.all_blocks <= HOPPER.multiprocessors
+
+
+@pytest.mark.parametrize("ask", ASKS[::3], ids=str)
+def test_the_choice_is_the_models_best_or_measured(ask: Request) -> None:
+    found = ranked(ask, HOPPER)
+    known = measured(ask)
+    if known is not None:
+        assert found[0] == known
+        found = found[1:]
+    costs = [estimate(g, ask.hidden) for g in found]
+    assert costs == sorted(costs)
+
+
+def test_what_was_measured_is_taken_for_both_half_precisions() -> None:
+    for numbers in ("bf16", "fp16"):
+        ask = Request("forward", "lstm", numbers, 1024, 16)
+        known = measured(ask)
+        assert known is not None
+        assert ranked(ask, HOPPER)[0] == known
+        assert known.tile.numbers == numbers
+    # a chip that has no clusters cannot run what was measured with them
+    ask = Request("forward", "lstm", "bf16", 256, 1)
+    assert measured(ask).tile.cluster > 1  # type: ignore[union-attr]
+    assert all(g.tile.cluster == 1 for g in ranked(ask, CHIPS["sm_80"]))
+
+
+def test_what_cannot_fit_has_no_candidates() -> None:
+    assert not list(candidates(Request("forward", "lstm", "bf16", 6000, 1), HOPPER))
+    assert not list(candidates(Request("forward", "lstm", "tf32", 2048, 1), CHIPS["sm_89"]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("hidden", [64, 256, 1024])
+def test_the_floor_compiles_for_the_forward_tiles(hidden: int) -> None:
+    found = ranked(Request("forward", "lstm", "bf16", hidden, 4), HOPPER)[0].tile
+    code = build(replace(found, kernel="exchange_floor").variant("sm_90a"))
+    assert resources(code).frame_bytes == 0
+
+
+@needs_compiler
+def test_registers_are_about_what_the_compiler_takes() -> None:
+    for hidden, batch in ((64, 4), (256, 16), (1024, 4)):
+        for kernel in KERNELS:
+            tile = ranked(Request(kernel, "lstm", "bf16", hidden, batch), HOPPER)[0].tile
+            taken = resources(build(tile.variant("sm_90a"))).registers
+            assert abs(registers(tile) - taken) <= 40, tile
+
+
+def test_the_model_explains_itself() -> None:
+    ask = Request("backward", "gru", "fp16", 700, 12, directions=2)
+    geometry: Geometry = ranked(ask, HOPPER)[0]
+    told = explain(geometry, ask.hidden)
+    assert describe(geometry) in told
+    assert "us a step by the model" in told
+    assert "start" in terms(geometry, ask.hidden)
+    assert "2 directions" in told
+
+
+def _members(source: str, name: str) -> list[str]:
+    """Names of a structure's members, in order, as the source declares them."""
+    body = re.search(rf"struct {name} {{(.*?)\n}};", (SOURCES / source).read_text(), re.S)
+    assert body is not None
+    plain = re.sub(r"//[^\n]*", "", body[1])
+    return re.findall(r"(\w+)(?:\[2\])?\s*[,;]", plain)
+
+
+@pytest.mark.parametrize(
+    ("source", "structure"),
+    [
+        ("forward.cu", ForwardArguments),
+        ("backward.cu", BackwardArguments),
+        ("exchange_floor.cu", FloorArguments),
+    ],
+)
+def test_arguments_are_those_of_the_source(source: str, structure: type[ctypes.Structure]) -> None:
+    names = [field[0] for field in structure._fields_]
+    assert names == _members(source, structure.__name__)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize(("steps", "share"), [(1, 0.25), (7, 0.2), (256, 0.25), (256, 1.0)])
+def test_pieces_cover_time_once(steps: int, share: float, descending: bool) -> None:
+    for row_bytes in (1, 10 << 20, 90 << 20):
+        found = pieces(steps, row_bytes, share)
+        times = [t for piece in found for t in range(*piece.times(descending=descending))]
+        assert sorted(times) == list(range(steps))
+        assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True]
+        assert max(piece.steps for piece in found) == found[0].steps
+
+
+def test_small_buffers_are_not_cut() -> None:
+    assert len(pieces(256, 1 << 10, 0.25)) == 1
+    assert len(pieces(256, 64 << 20, 0.25)) == 4
+    assert Piece(0, 3, 9).times(descending=True) == (6, 9)
+
+
+def test_rows_follow_the_gates() -> None:
+    for cell in CELLS:
+        tile = ranked(Request("forward", cell, "bf16", 64, 1), HOPPER)[0].tile
+        assert (tile.outer, tile.inner) == (GATES[cell], 1)
+        tile = ranked(Request("backward", cell, "bf16", 64, 1), HOPPER)[0].tile
+        assert (tile.outer, tile.inner) == (1, GATES[cell])
