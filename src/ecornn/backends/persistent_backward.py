@@ -46,8 +46,9 @@ class _Layer:
         self.steps, self.batch = self.x.shape[0], self.x.shape[1]
         self.h0 = call.h0_DBR.contiguous()
         self.c0 = None if call.c0_DBH is None else call.c0_DBH.contiguous()
-        self.output, self.kept = result.output_TBO, result.kept
-        self.cells = result.cells_TBE
+        self.output = result.output_TBO.contiguous()
+        self.kept = [kept.contiguous() for kept in result.kept]
+        self.cells = None if result.cells_TBE is None else result.cells_TBE.contiguous()
         self.grads = ResultGrads(*(None if g is None else g.contiguous() for g in grads))
         self.lengths = None if call.lengths_B is None else call.lengths_B.contiguous()
         self.resets = None if call.resets_TB is None else call.resets_TB.contiguous()
@@ -58,7 +59,9 @@ class _Layer:
             for w in call.weights
         ]
         self._entering: tuple[tuple[int, int, int], Tensor] | None = None
-        self.masks = [masks(problem_of(call, d), self.steps) for d in range(self.directions)]
+        self.masks = [Masks(None, None)] * self.directions
+        if call.lengths_B is not None or call.resets_TB is not None:
+            self.masks = [masks(problem_of(call, d), self.steps) for d in range(self.directions)]
 
     def _across(self, w_hh: Tensor) -> Tensor:
         """The recurrent weights as the kernel multiplies with them; a GRU's gates as (n, r, z)."""
@@ -236,6 +239,7 @@ def backward(
                     a.b_ih[d], a.b_hh[d] = (b.data_ptr() for b in biases)
             elif layer.kept:
                 a.gates[d] = layer.kept[d][start].data_ptr()
+        d_gates: list[Tensor] = []  # those of the piece before are given back first
         d_gates = _undo(layer, every, a, piece)
         for d in range(layer.directions):
             start, stop = piece.times(descending=d == 0)

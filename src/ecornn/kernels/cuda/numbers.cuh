@@ -94,13 +94,19 @@ __device__ __forceinline__ float tanh_of(float x) {
 __device__ __forceinline__ float sigmoid_once(float x) { return 0.5f + 0.5f * tanh_of(0.5f * x); }
 #else
 __device__ __forceinline__ float tanh_of(float x) {
+  const float far = 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
 #if DTYPE >= 2
-  // the other form is 1e-7 off everywhere, which near zero is much of the value
+  // that is 1e-7 off everywhere, which near zero is much of the value; both are computed and one is
+  // chosen, because lanes would part at a branch
   const float square = x * x;
-  if (square < 0.0625f)
-    return x * (1.0f + square * (-0.333333333f + square * (0.133333333f + square * (-0.0539682540f + square * 0.0218694885f))));
+  float series = fmaf(square, 0.0218694885f, -0.0539682540f);
+  series = fmaf(square, series, 0.133333333f);
+  series = fmaf(square, series, -0.333333333f);
+  const float near = fmaf(x * square, series, x);
+  return square < 0.0625f ? near : far;
+#else
+  return far;
 #endif
-  return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
 }
 __device__ __forceinline__ float sigmoid_once(float x) { return sigmoid(x); }
 #endif

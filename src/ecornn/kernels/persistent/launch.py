@@ -53,18 +53,27 @@ class Kernel:
         self.tile = tile
         self.library = _call(cuda.cuLibraryLoadData(code, [], [], 0, [], [], 0), doing)
         self.handle = _call(cuda.cuLibraryGetKernel(self.library, tile.kernel.encode()), doing)
+        self._allowed: set[int] = set()
+
+    def allow_on(self, device: int) -> None:
+        """Let it have its shared memory and cluster there; only devices that are used are asked,
+        since the others may have no context."""
+        if device in self._allowed:
+            return
+        cuda, tile = driver(), self.tile
         attribute = cuda.CUfunction_attribute
         wanted = [(attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, tile.shared_bytes)]
         if tile.cluster > PORTABLE_CLUSTER:
             wanted.append((attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
-        for device in range(torch.cuda.device_count()):
-            if architecture(device) == arch:
-                for name, value in wanted:
-                    _call(cuda.cuKernelSetAttribute(name, value, self.handle, device), doing)
+        for name, value in wanted:
+            allowed = cuda.cuKernelSetAttribute(name, value, self.handle, device)
+            _call(allowed, f"preparing {tile} for GPU {device}")
+        self._allowed.add(device)
 
     def blocks_at_once(self) -> int:
         """How many blocks the current device runs at the same time."""
         cuda, tile = driver(), self.tile
+        self.allow_on(torch.cuda.current_device())
         function = _call(cuda.cuKernelGetFunction(self.handle), "finding the kernel")
         if tile.cluster > 1:
             config = self.config(Geometry(tile, tile.cluster, 1, 1, 1), cooperative=False)
@@ -132,6 +141,7 @@ class Launcher:
     def __init__(self, geometry: Geometry, device: int) -> None:
         self.geometry, self.device = geometry, device
         self._kernel = kernel(geometry.tile, architecture(device))
+        self._kernel.allow_on(device)
         # blocks that exchange across the whole grid must all run at once; clusters always do
         self._built = self._kernel.config(geometry, cooperative=geometry.tile.grid)
         self._config = _Config.from_address(int(self._built.getPtr()))

@@ -1,0 +1,260 @@
+"""Everything around the persistent kernels, on a CPU: the kernels are emulated by their contract.
+
+Each case is held against the definition in float64: outputs, states and every gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ecornn.backends import persistent, persistent_calls
+from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
+from ecornn.backends.registry import by_name
+from ecornn.errors import NoBackend
+from ecornn.kernels.persistent.choose import Chip, Request, ranked
+from ecornn.kernels.reference import DirectionWeights
+from ecornn.spec import GATES
+from support.emulated import EmulatedLauncher
+from support.tolerances import assert_matches, tolerance
+
+HOPPER = Chip(132, 232448, ((2, 66), (4, 30), (8, 15), (16, 7)))
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+STEPS, BATCH, INPUT = 11, 4, 5
+
+
+class Machine:
+    """A GPU that is not there: which requests fit, and what was launched."""
+
+    def __init__(self) -> None:
+        self.launchers: list[EmulatedLauncher] = []
+        self.most_batch, self.most_directions, self.through_l2 = 99, 2, False
+
+    def geometry(self, ask: Request, device: int | None) -> Any:
+        if ask.batch > self.most_batch or ask.directions > self.most_directions:
+            return None
+        found = ranked(replace(ask, numbers="tf32"), HOPPER)
+        return next(g for g in found if g.tile.grid == self.through_l2)
+
+    def launcher(self, geometry: Any, device: int | None) -> EmulatedLauncher:
+        self.launchers.append(EmulatedLauncher(geometry))
+        return self.launchers[-1]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+
+    class NoFailure:
+        address = 0
+
+    @contextmanager
+    def prepared(call: LayerCall) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(persistent_calls, "geometry", found.geometry)
+    monkeypatch.setattr(persistent_calls, "launcher", found.launcher)
+    monkeypatch.setattr(persistent_calls, "failure_flag", NoFailure)
+    monkeypatch.setattr(persistent_calls, "_LAUNCHES", {})
+    monkeypatch.setattr(persistent, "_prepared", prepared)
+    return found
+
+
+def make_call(cell: str, hidden: int = 24, *, directions: int = 1, **more: Any) -> LayerCall:
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    rows = GATES[cell] * hidden
+    weights = tuple(
+        DirectionWeights(
+            draw(rows, INPUT), draw(rows, hidden, scale=hidden**-0.5), draw(rows), draw(rows)
+        )
+        for _ in range(directions)
+    )
+    state = (directions, BATCH, hidden)
+    c0 = draw(*state) if cell == "lstm" else None
+    x = draw(STEPS, BATCH, INPUT)
+    return LayerCall(cell, x, draw(*state), c0, weights, **{"keep": "states", **more})
+
+
+def run(name: str, call: LayerCall, grads: ResultGrads) -> tuple[LayerResult, CallGrads]:
+    result = by_name(name).forward(call)
+    return result, by_name(name).backward(call, result, grads, BackwardRequest())
+
+
+def assert_like_the_definition(call: LayerCall, *, everything: bool = True) -> LayerResult:
+    generator = torch.Generator().manual_seed(8)
+    hidden, d = call.h0_DBR.shape[-1], call.directions
+    shapes = [(STEPS, BATCH, d * hidden), (d, BATCH, hidden)]
+    lstm = call.cell == "lstm"
+    grads = ResultGrads(
+        torch.randn(shapes[0], generator=generator),
+        torch.randn(shapes[1], generator=generator) if everything else None,
+        torch.randn(shapes[1], generator=generator) if everything and lstm else None,
+        torch.randn(shapes[0], generator=generator) if lstm and call.cell_states else None,
+    )
+    wide = replace(
+        call,
+        input_TBI=call.input_TBI.double(),
+        h0_DBR=call.h0_DBR.double(),
+        c0_DBH=None if call.c0_DBH is None else call.c0_DBH.double(),
+        weights=tuple(w.to(torch.float64) for w in call.weights),
+        keep="states",
+    )
+    wide_grads = ResultGrads(*(None if g is None else g.double() for g in grads))
+    want, want_grads = run("reference", wide, wide_grads)
+    found, found_grads = run("persistent", call, grads)
+    bound = tolerance(torch.float32, STEPS)
+    for a, b in zip(found[:3], want[:3], strict=True):
+        assert (a is None) == (b is None)
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            assert_matches(a, b, bound)
+    a_grads = [found_grads.input_TBI, found_grads.h0_DBR, found_grads.c0_DBH, *found_grads.weights]
+    b_grads = [want_grads.input_TBI, want_grads.h0_DBR, want_grads.c0_DBH, *want_grads.weights]
+    for a, b in zip(a_grads, b_grads, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert_matches(a, b, 2 * bound)
+    return found
+
+
+@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("keep", ["states", "gates"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_launch_a_pass(
+    machine: Machine, cell: str, keep: str, directions: int, through_l2: bool
+) -> None:
+    machine.through_l2 = through_l2
+    keep = "states" if cell.startswith("rnn") else keep
+    found = assert_like_the_definition(make_call(cell, 80, directions=directions, keep=keep))
+    assert [launcher.launches for launcher in machine.launchers] == [1, 1]
+    assert len(found.kept) == (directions if keep == "gates" else 0)
+
+
+@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
+@pytest.mark.parametrize("hidden", [1, 6, 85])
+@pytest.mark.parametrize("cell", CELLS)
+def test_sizes_that_need_padding(
+    machine: Machine, cell: str, hidden: int, through_l2: bool
+) -> None:
+    machine.through_l2 = through_l2 and hidden > 8
+    assert_like_the_definition(make_call(cell, hidden, directions=2))
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("keep", ["states", "gates"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_pieces_of_time(
+    machine: Machine, cell: str, keep: str, directions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1)
+    keep = "states" if cell.startswith("rnn") else keep
+    assert_like_the_definition(make_call(cell, directions=directions, keep=keep))
+    cut = 1 if keep == "gates" and cell == "lstm" else 4
+    assert machine.launchers[0].launches >= min(cut, 4)
+    if keep == "states" and not cell.startswith("rnn"):
+        assert machine.launchers[1].launches > 4
+
+
+@pytest.mark.parametrize("small", [1, 1 << 30], ids=["pieces", "whole"])
+@pytest.mark.parametrize("reset_to", ["zero", "initial"])
+@pytest.mark.parametrize("after_end", ["zeros", "frozen"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_ends_and_resets(
+    machine: Machine,
+    cell: str,
+    after_end: str,
+    reset_to: str,
+    small: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", small)
+    generator = torch.Generator().manual_seed(1)
+    call = make_call(
+        cell,
+        directions=2,
+        after_end=after_end,
+        reset_to=reset_to,
+        cell_states=cell == "lstm",
+        lengths_B=torch.tensor([11, 0, 7, 1]),
+        resets_TB=torch.rand(STEPS, BATCH, generator=generator) < 0.25,
+    )
+    call.input_TBI[8:, 2] = float("nan")  # beyond the end: must reach nothing
+    clean = replace(call, input_TBI=call.input_TBI.nan_to_num())
+    assert_like_the_definition(clean)
+    grads = ResultGrads(torch.ones(STEPS, BATCH, 48), None, None, None)
+    result, found = run("persistent", call, grads)
+    assert result.output_TBO.isfinite().all()
+    assert all(w.isfinite().all() for w in found.weights)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_sequences_and_directions_that_do_not_fit_at_once(machine: Machine, cell: str) -> None:
+    machine.most_batch, machine.most_directions = 3, 1
+    assert_like_the_definition(make_call(cell, directions=2))
+    # two halves of the batch for each direction, forwards and backwards
+    assert sum(launcher.launches for launcher in machine.launchers) == 2 * 2 * 2
+
+
+def test_weights_that_are_not_contiguous_or_aligned(machine: Machine) -> None:
+    call = make_call("lstm")
+    turned = tuple(w.map(lambda t: t.T.contiguous().T if t.dim() == 2 else t) for w in call.weights)
+    assert_like_the_definition(replace(call, weights=turned, h0_DBR=call.h0_DBR.mT.contiguous().mT))
+    shifted = tuple(
+        w.map(lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape))
+        for w in call.weights
+    )
+    assert_like_the_definition(replace(call, weights=shifted))
+
+
+def test_only_the_output_has_a_gradient(machine: Machine) -> None:
+    for cell in CELLS:
+        assert_like_the_definition(make_call(cell), everything=False)
+
+
+def test_an_input_that_needs_no_gradient(machine: Machine) -> None:
+    call = make_call("gru")
+    result = by_name("persistent").forward(call)
+    grads = ResultGrads(torch.ones(STEPS, BATCH, 24), None, None, None)
+    ask = BackwardRequest(needs_input=False)
+    assert by_name("persistent").backward(call, result, grads, ask).input_TBI is None
+
+
+def test_per_sample_gradients(machine: Machine) -> None:
+    call = make_call("lstm")
+    result = by_name("persistent").forward(call)
+    grads = ResultGrads(torch.ones(STEPS, BATCH, 24), None, None, None)
+    whole = by_name("persistent").backward(call, result, grads, BackwardRequest())
+    each = by_name("persistent").backward(call, result, grads, BackwardRequest(samples=2))
+    for a, b in zip(each.weights, whole.weights, strict=True):
+        assert a.shape == (2, *b.shape)
+        assert_matches(a.sum(0), b.double(), tolerance(torch.float32, STEPS))
+
+
+def test_an_empty_batch_launches_nothing(machine: Machine) -> None:
+    call = make_call("lstm")
+    empty = replace(
+        call,
+        input_TBI=call.input_TBI[:, :0],
+        h0_DBR=call.h0_DBR[:, :0],
+        c0_DBH=None if call.c0_DBH is None else call.c0_DBH[:, :0],
+    )
+    result, found = run("persistent", empty, ResultGrads(torch.ones(STEPS, 0, 24), *[None] * 3))
+    assert result.output_TBO.shape == (STEPS, 0, 24)
+    assert not any(w.any() for w in found.weights)
+    assert machine.launchers == []
+
+
+def test_what_fits_on_no_device_is_said(machine: Machine) -> None:
+    machine.most_batch = 0
+    with pytest.raises(NoBackend, match="do not fit"):
+        by_name("persistent").forward(make_call("lstm"))
