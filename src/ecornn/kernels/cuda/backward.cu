@@ -1,4 +1,5 @@
-// One recurrent layer backwards in time; the transposed recurrent weights are on chip for all steps.
+// One recurrent layer backwards in time; the transposed recurrent weights are on chip for all
+// steps.
 //
 // Takes what the forward pass kept, with the gates' pre-activations (kept or recomputed), and gives
 // the gradient of the gates at every step. All other gradients are large products of those. A
@@ -17,13 +18,13 @@ constexpr int READ = CELL == 0 || CELL == 1 ? 4 : 0;    // pre-activations read
 constexpr int STORED = CELL == 0 || CELL == 1 ? 4 : 1;  // gradients written
 
 struct BackwardArguments {
-  const Element* gates[2];     // (steps, batch, 4 · hidden), LSTM and GRU
-  const Element* b_ih[2];      // (GATES · hidden) where the gates are without, else null
+  const Element* gates[2];  // (steps, batch, 4 · hidden), LSTM and GRU
+  const Element* b_ih[2];   // (GATES · hidden) where the gates are without, else null
   const Element* b_hh[2];
-  const Element* weights[2];   // (hidden, GATES · hidden)
-  Element* exchange[2];        // (steps, batch, exchange_row): marked before; may be d_gates
-  Element* d_gates[2];         // (steps, batch, STORED · hidden)
-  const Element* output[2];    // (total, batch, output_row), as all of these four
+  const Element* weights[2];  // (hidden, GATES · hidden)
+  Element* exchange[2];       // (steps, batch, exchange_row): marked before; may be d_gates
+  Element* d_gates[2];        // (steps, batch, STORED · hidden)
+  const Element* output[2];   // (total, batch, output_row), as all of these four
   const Element* cells[2];
   const Element* d_output[2];  // or null
   const Element* d_cells[2];   // or null
@@ -80,7 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int k = 0; k < PRE; ++k) bias[i][k] = 0.0f;
     length[i] = a.total;
     if (!mine(i)) continue;
-    if (READ && a.b_ih[d]) add_biases(bias[i], a.b_ih[d] + unit_of(i), a.b_hh[d] + unit_of(i), hidden);
+    if (READ && a.b_ih[d])
+      add_biases(bias[i], a.b_ih[d] + unit_of(i), a.b_hh[d] + unit_of(i), hidden);
     if (a.d_h_in)
       d_h[i] = a.d_h_in[state_at(i)];
     else if (a.d_h_n)
@@ -94,10 +96,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (FEATURES) length[i] = length_of(a.lengths, first + sequence_of(i), a.total);
   }
 
-  auto time_of = [&](int local) { return d ? a.first_step + local : a.total - 1 - a.first_step - local; };
+  auto time_of = [&](int local) {
+    return d ? a.first_step + local : a.total - 1 - a.first_step - local;
+  };
   auto row_of = [&](int local) { return d ? local : a.steps - 1 - local; };
   // places that move with time; addresses are advanced, not reckoned anew at every step
-  const Element *const output = a.output[d], *const cells = a.cells[d], *const d_output = a.d_output[d];
+  const Element *const output = a.output[d], *const cells = a.cells[d],
+                       *const d_output = a.d_output[d];
   const Element* const d_cells = a.d_cells[d];
   Element *const d_gates = a.d_gates[d], *const exchange = a.exchange[d];
   const int exchange_row = a.exchange_row;
@@ -152,10 +157,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float* const partial = product.partial(products & 1);
     if (GRID) {
       product.multiply_published(
-          partial, {exchange + (size_t(row_of(local)) * a.batch + first) * exchange_row, exchange_row});
+          partial,
+          {exchange + (size_t(row_of(local)) * a.batch + first) * exchange_row, exchange_row});
     } else {
       product.await_vectors(local);
-      product.multiply(partial, [&](int c, int n) { return product.from_shared((local + 1) & 1, c, n); });
+      product.multiply(partial,
+                       [&](int c, int n) { return product.from_shared((local + 1) & 1, c, n); });
     }
     product.collect(products);
     product.rearm_vectors(local);
@@ -225,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           d_h[i] = h, d_c[i] = c;
         } else if (CELL == 0) {
           c += h * by_h[i][0];
-          grad[0] = c * by_c[i][0], grad[1 % STORED] = c * by_c[i][1], grad[2 % STORED] = c * by_c[i][2];
+          grad[0] = c * by_c[i][0], grad[1 % STORED] = c * by_c[i][1],
+          grad[2 % STORED] = c * by_c[i][2];
           grad[3 % STORED] = h * by_h[i][1];
           d_h[i] = 0.0f, d_c[i] = c * by_c[i][3];
         } else if (CELL == 1) {

@@ -6,8 +6,8 @@
 constexpr int PRE = CELL == 1 ? 4 : GATES;
 
 // b_ih and b_hh point at the unit's first bias; gates lie `hidden` apart.
-__device__ __forceinline__ void add_biases(float (&bias)[PRE], const Element* b_ih, const Element* b_hh,
-                                           int hidden) {
+__device__ __forceinline__ void add_biases(float (&bias)[PRE], const Element* b_ih,
+                                           const Element* b_hh, int hidden) {
 #pragma unroll
   for (int gate = 0; gate < GATES; ++gate) {
     const float input = to_float(b_ih[gate * hidden]), state = to_float(b_hh[gate * hidden]);

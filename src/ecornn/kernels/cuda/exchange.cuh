@@ -68,16 +68,17 @@ __device__ __forceinline__ u32 remote(u32 address, u32 rank) {
 
 __device__ __forceinline__ void push(u32 address, u32 barrier, uint4 v) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
-          address),
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, "
+      "[%5];" ::"r"(address),
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
       : "memory");
 }
 __device__ __forceinline__ void push(u32 address, u32 barrier, float v) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-                   address),
-               "r"(__float_as_uint(v)), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          address),
+      "r"(__float_as_uint(v)), "r"(barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ void barrier_init(u32 barrier) {

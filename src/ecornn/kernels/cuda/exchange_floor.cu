@@ -1,13 +1,14 @@
-// The exchange of a forward pass and nothing else: at every step each block publishes its slice of h
-// and reads all of h, as forward.cu does. What this takes is the floor under any forward pass.
+// The exchange of a forward pass and nothing else: at every step each block publishes its slice of
+// h and reads all of h, as forward.cu does. What this takes is the floor under any forward pass.
 #define GATES (CELL == 0 ? 4 : CELL == 1 ? 3 : 1)
 #define OUTER GATES
 #define INNER 1
 #include "product.cuh"
 
 struct FloorArguments {
-  Element* exchange;  // (steps, batch, padded hidden): marked before, where blocks exchange through L2
-  u32* seen;          // (blocks): keeps the reads from being left out
+  Element*
+      exchange;  // (steps, batch, padded hidden): marked before, where blocks exchange through L2
+  u32* seen;     // (blocks): keeps the reads from being left out
   int* failed;
   int steps, batch, hidden, group_batch;
 };
@@ -23,7 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u32 folded = 0;
   for (int local = 0; local < a.steps; ++local) {
     if (local > 0 && GRID) {
-      const Published from{a.exchange + (size_t(local - 1) * a.batch + first) * product.padded, product.padded};
+      const Published from{a.exchange + (size_t(local - 1) * a.batch + first) * product.padded,
+                           product.padded};
 #pragma unroll
       for (int piece = 0; piece < Product::PIECES; ++piece) {
         uint4 v[AT_ONCE];
@@ -53,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (!GRID)
         product.publish_shared(local, item0, unit0, bits);
       else if (s < sequences && unit < product.padded)
-        store_relaxed(a.exchange + (size_t(local) * a.batch + first + s) * product.padded + unit, bits[0]);
+        store_relaxed(a.exchange + (size_t(local) * a.batch + first + s) * product.padded + unit,
+                      bits[0]);
     }
   }
   if (!GRID) product.await_vectors(a.steps - 1);

@@ -17,24 +17,23 @@ struct ForwardArguments {
   const Element* weights[2];  // (GATES · hidden, hidden)
   const Element* b_ih[2];     // (GATES · hidden), both or neither null
   const Element* b_hh[2];
-  Element* exchange[2];       // (total, batch, exchange_row): marked before; may be the output
-  Element* output[2];         // (total, batch, output_row)
-  Element* cells[2];          // (total, batch, output_row) or null
-  Element* kept[2];           // (total, batch, 4 · hidden) or null: pre-activations
-  const Element* h0;          // the initial states
+  Element* exchange[2];  // (total, batch, exchange_row): marked before; may be the output
+  Element* output[2];    // (total, batch, output_row)
+  Element* cells[2];     // (total, batch, output_row) or null
+  Element* kept[2];      // (total, batch, 4 · hidden) or null: pre-activations
+  const Element* h0;     // the initial states
   const Element* c0;
   const Element* h_in;  // the states before first_step
   const float* c_in;    // null where first_step is 0
   Element* h_out;
-  Element* c_n;                // null where more steps follow
-  float* c_out;                // null where none do
-  const long long* lengths;    // (batch) or null
-  const u8* resets;            // (total, batch) or null
+  Element* c_n;              // null where more steps follow
+  float* c_out;              // null where none do
+  const long long* lengths;  // (batch) or null
+  const u8* resets;          // (total, batch) or null
   int* failed;
   int steps, first_step, total, batch, hidden;
   int output_row, exchange_row, first_sequence, end_sequence, first_direction, group_batch, flags;
 };
-
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward(const __grid_constant__ ForwardArguments a) {
@@ -77,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int sequence = first + sequence_of(i), t = d ? a.total - 1 - a.first_step : a.first_step;
-    share_at[i] = a.gates[d] + (size_t(d ? a.steps - 1 : 0) * a.batch + sequence) * GATES * hidden + unit_of(i);
+    share_at[i] = a.gates[d] + (size_t(d ? a.steps - 1 : 0) * a.batch + sequence) * GATES * hidden +
+                  unit_of(i);
     output_at[i] = (size_t(t) * a.batch + sequence) * a.output_row + unit_of(i);
   }
   // the input's share of a step, loaded one step ahead
@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     product.multiply(to, [&](int c, int n) {
       const int s = n * 8 + product.g;
       if (!GRID) return product.from_shared(0, c, n);
-      return s < sequences ? gather(rows + size_t(s) * hidden, product.k_of(c), hidden) : make_uint4(0, 0, 0, 0);
+      return s < sequences ? gather(rows + size_t(s) * hidden, product.k_of(c), hidden)
+                           : make_uint4(0, 0, 0, 0);
     });
   };
   int products = 0;
@@ -150,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (mine(i)) {
         float sum[GATES];
 #pragma unroll
-        for (int gate = 0; gate < GATES; ++gate) sum[gate] = product.sum_of(products, gate * UNITS + unit - unit0, s);
+        for (int gate = 0; gate < GATES; ++gate)
+          sum[gate] = product.sum_of(products, gate * UNITS + unit - unit0, s);
         float h_in = h[i], c_in = cell[i];
         if (FEATURES) {
           const bool cut = times.cut(t, first + s, length[i]);
@@ -168,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float c_new = 0.0f, h_new;
         if (CELL == 0) {
 #pragma unroll
-          for (int gate = 0; gate < GATES; ++gate) pre[gate] = to_float(share[i][gate]) + bias[i][gate] + sum[gate];
+          for (int gate = 0; gate < GATES; ++gate)
+            pre[gate] = to_float(share[i][gate]) + bias[i][gate] + sum[gate];
           c_new = sigmoid(pre[1 % PRE]) * c_in + sigmoid_once(pre[0]) * tanh_of(pre[2 % PRE]);
           h_new = sigmoid_once(pre[3 % PRE]) * tanh_of(c_new);
         } else if (CELL == 1) {

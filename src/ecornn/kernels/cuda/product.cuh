@@ -32,7 +32,8 @@ static_assert(BLOCK_ROWS >= ROWS && UNITS % 8 == 0, "rows are not covered");
 
 // Shared memory, in this order; the host computes the same sum (see SHARED_BYTES below).
 constexpr int WEIGHT_BYTES = (ROW_TILES - REGISTER_TILES) * CHUNKS * 2 * THREADS * 16;
-// a row of v; rows start 64 bytes apart modulo 128, so that the 16-byte loads of 8 lanes do not meet
+// a row of v; rows start 64 bytes apart modulo 128, so that the 16-byte loads of 8 lanes do not
+// meet
 constexpr int INNER_BYTES = K_WARPS * CHUNKS * 64;
 constexpr int VECTOR_ROW = INNER_BYTES + (INNER_BYTES % 128 == 0 ? 64 : 0);
 constexpr int VECTOR_BYTES = GRID ? 0 : SEQUENCES * VECTOR_ROW;
@@ -152,7 +153,8 @@ struct Product {
           to[0][0] = a.x, to[0][1] = a.y, to[0][2] = a.z, to[0][3] = a.w;
           to[1][0] = b.x, to[1][1] = b.y, to[1][2] = b.z, to[1][3] = b.w;
         } else {
-          uint4* const to = weights() + ((m - REGISTER_TILES) * CHUNKS + c) * 2 * THREADS + threadIdx.x;
+          uint4* const to =
+              weights() + ((m - REGISTER_TILES) * CHUNKS + c) * 2 * THREADS + threadIdx.x;
           to[0] = a, to[THREADS] = b;  // read by this thread alone
         }
       }
@@ -181,7 +183,8 @@ struct Product {
 #pragma unroll
         for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = w[m % REGISTER_TILES][c][i / 4][i % 4];
       } else {
-        const uint4* const at = weights() + ((m - REGISTER_TILES) * CHUNKS + c) * 2 * THREADS + threadIdx.x;
+        const uint4* const at =
+            weights() + ((m - REGISTER_TILES) * CHUNKS + c) * 2 * THREADS + threadIdx.x;
         const uint4 x = at[0], y = at[THREADS];
         a[0][0] = x.x, a[0][1] = x.y, a[0][2] = x.z, a[0][3] = x.w;
         a[1][0] = y.x, a[1][1] = y.y, a[1][2] = y.z, a[1][3] = y.w;
@@ -289,7 +292,9 @@ struct Product {
     // (a + a')(v + v') without a'v', which is below float32's last bit
     u32 high[2][4], rest[2][4];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) high[i / 4][i % 4] = to_tf32(a[i / 4][i % 4]), rest[i / 4][i % 4] = tf32_rest(a[i / 4][i % 4]);
+    for (int i = 0; i < 8; ++i)
+      high[i / 4][i % 4] = to_tf32(a[i / 4][i % 4]),
+                      rest[i / 4][i % 4] = tf32_rest(a[i / 4][i % 4]);
     mma(even, rest[0], to_tf32(v.x), to_tf32(v.y));
     mma(odd, rest[1], to_tf32(v.z), to_tf32(v.w));
     mma(even, high[0], tf32_rest(v.x), tf32_rest(v.y));
@@ -330,7 +335,8 @@ struct Product {
       float sum = 0.0f;
 #pragma unroll
       for (int k = 0; k < K_WARPS; ++k) sum += sums[(k * SEQUENCES + s) * PARTIAL_ROW + r];
-      const u32 to = shared_address(received(slot) + (rank * SEQUENCES + s) * OWN_ROWS + r % OWN_ROWS);
+      const u32 to =
+          shared_address(received(slot) + (rank * SEQUENCES + s) * OWN_ROWS + r % OWN_ROWS);
       push(remote(to, owner), remote(barrier(slot), owner), sum);
     }
     Patience patience;
@@ -397,8 +403,8 @@ struct Product {
     if (threadIdx.x == 0) barrier_expect(barrier(count & 1), expected_bytes());
 #endif
   }
-  // The values of 32 items of a warp, items from `first` on, unit0 the block's first unit. All lanes
-  // of a warp call it together.
+  // The values of 32 items of a warp, items from `first` on, unit0 the block's first unit. All
+  // lanes of a warp call it together.
   __device__ __forceinline__ void publish_shared(int count, int first, int unit0,
                                                  const Element (&value)[INNER]) const {
 #if !GRID
