@@ -20,7 +20,7 @@ from ecornn.kernels.persistent.tile import round_up
 
 #: A buffer of gates up to this size is made in one piece: it is smaller than what saving it costs,
 #: a launch for each piece.
-SMALL_BYTES = 64 << 20
+SMALL_BYTES = 32 << 20
 
 
 class Piece(NamedTuple):

@@ -53,9 +53,8 @@ class _Tensors:
         with_cells = lstm and (call.cell_states or call.keep != "none")
         self.cells = x.new_empty(steps, batch, row) if with_cells else None
         self.kept: list[Tensor] = []
-        if call.keep == "gates":
-            stored = 4 * hidden if lstm or call.cell == "gru" else hidden
-            self.kept = [x.new_empty(steps, batch, stored) for _ in call.weights]
+        if call.keep == "gates" and call.cell == "gru":
+            self.kept = [x.new_empty(steps, batch, 4 * hidden) for _ in call.weights]
         self.h_n = torch.empty_like(self.h0)
         self.c_n = None if self.c0 is None else torch.empty_like(self.c0)
 
@@ -89,23 +88,23 @@ class _Tensors:
 def forward(call: LayerCall) -> LayerResult:
     every = launches("forward", call)
     t = _Tensors(call, every)
-    x, batch, hidden = t.x, t.output.shape[1], t.h0.shape[-1]
-    gate_rows = GATES[call.cell] * hidden
+    gate_rows = GATES[call.cell] * t.h0.shape[-1]
+    steps, batch = t.output.shape[:2]
     # kept gates of an LSTM stand where its gates' inputs stood, so there is nothing to save
-    in_place = bool(t.kept) and call.cell != "gru"
-    row_bytes = call.directions * batch * gate_rows * x.element_size()
-    every_piece = pieces(x.shape[0], row_bytes, 1.0 if in_place else SHARE)
-    buffers = t.kept
-    if not in_place:
-        shape = (every_piece[0].steps * batch, gate_rows)
-        buffers = [x.new_empty(shape) for _ in call.weights]
+    in_place = call.keep == "gates" and call.cell != "gru"
+    row_bytes = call.directions * batch * gate_rows * t.x.element_size()
+    every_piece = pieces(steps, row_bytes, 1.0 if in_place else SHARE)
+    buffers: list[Tensor] = []
+    if len(every_piece) > 1:
+        rows = every_piece[0].steps * batch
+        buffers = [t.x.new_empty(rows, gate_rows) for _ in call.weights]
     h_in, c_in = t.h0, None
     for piece in every_piece:
+        products = _input_products(t, piece, buffers)
+        if in_place:
+            t.kept = [gates.view(steps, batch, gate_rows) for gates in products]
         a = t.arguments(call, piece)
-        for d, w in enumerate(t.weights):
-            start, stop = piece.times(descending=d == 1)
-            gates = buffers[d].view(-1, gate_rows)[: piece.steps * batch]
-            torch.mm(x[start:stop].flatten(0, 1), w.w_ih.T, out=gates)
+        for d, gates in enumerate(products):
             a.gates[d] = gates.data_ptr()
         h_out = t.h_n if piece.last else torch.empty_like(t.h0)
         c_out = None
@@ -117,3 +116,16 @@ def forward(call: LayerCall) -> LayerResult:
         run(every, a)
         h_in, c_in = h_out, c_out
     return LayerResult(t.output, t.h_n, t.c_n, t.cells, t.kept)
+
+
+def _input_products(t: _Tensors, piece: Piece, buffers: list[Tensor]) -> list[Tensor]:
+    """The input's share of the gates of each direction, as rows."""
+    if not buffers:
+        rows = t.x.flatten(0, 1)
+        return [torch.mm(rows, w.w_ih.T) for w in t.weights]
+    found = []
+    for d, w in enumerate(t.weights):
+        start, stop = piece.times(descending=d == 1)
+        gates = buffers[d][: piece.steps * t.x.shape[1]]
+        found.append(torch.mm(t.x[start:stop].flatten(0, 1), w.w_ih.T, out=gates))
+    return found
