@@ -1,0 +1,72 @@
+"""How much memory a graph holds at each of its operations, and where the peak is.
+
+The graph runs in order; a result is given up after its last use, its memory when nothing that is
+still held refers to it. Scratch memory inside an operator is not known and not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ecornn.echo.graph import Graph
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`bytes_at[i]`: held while operation i has run and has not given anything up."""
+
+    bytes_at: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.bytes_at, default=0)
+
+    @property
+    def peak_at(self) -> int:
+        """The first operation at the peak."""
+        return self.bytes_at.index(self.peak_bytes)
+
+
+def last_uses(graph: Graph, *, inputs_are_held: bool) -> dict[int, list[int]]:
+    """Operations whose results are given up after each operation; outputs never are."""
+    last = {i: i for i in range(len(graph.operations))}
+    for i, operation in enumerate(graph.operations):
+        for used in operation.uses:
+            last[used] = i
+    kept = set(graph.outputs) | (set(graph.inputs) if inputs_are_held else set())
+    found: dict[int, list[int]] = {}
+    for operation_, user in last.items():
+        if operation_ not in kept:
+            found.setdefault(user, []).append(operation_)
+    return found
+
+
+def simulate(graph: Graph, *, inputs_are_held: bool) -> Timeline:
+    """`inputs_are_held`: whoever runs the graph keeps its inputs, as for weights and for a forward
+    pass's arguments; else they are given up after their last use, as a backward pass's are."""
+    ends = last_uses(graph, inputs_are_held=inputs_are_held)
+    references = [0] * len(graph.storages)
+    held, bytes_at = 0, []
+    # all inputs are there before the first operation runs
+    for i in graph.inputs:
+        held += _take(graph, i, references)
+    for i, operation in enumerate(graph.operations):
+        if operation.target != "input":
+            held += _take(graph, i, references)
+        bytes_at.append(held)
+        for ended in ends.get(i, ()):
+            for storage in graph.operations[ended].holds:
+                references[storage] -= 1
+                if references[storage] == 0:
+                    held -= graph.storages[storage]
+    return Timeline(tuple(bytes_at))
+
+
+def _take(graph: Graph, operation: int, references: list[int]) -> int:
+    """Hold an operation's result; how many bytes that adds."""
+    added = 0
+    for storage in graph.operations[operation].holds:
+        if references[storage] == 0:
+            added += graph.storages[storage]
+        references[storage] += 1
+    return added
