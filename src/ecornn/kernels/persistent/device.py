@@ -10,7 +10,7 @@ import torch
 from ecornn.errors import KernelGaveUp
 from ecornn.kernels.jit import compiler_unavailable
 from ecornn.kernels.persistent.choose import Chip, Request, ranked
-from ecornn.kernels.persistent.launch import architecture, kernel
+from ecornn.kernels.persistent.launch import architecture, kernel, make_context_current
 from ecornn.kernels.persistent.tile import Geometry
 
 #: Tensor cores for bfloat16 and TF32 begin here.
@@ -54,7 +54,7 @@ def chip(device: int) -> Chip:
 def geometry(ask: Request, device: int) -> Geometry | None:
     """The best geometry whose blocks the device can run at once; None where there is none."""
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # makes the device's context current in this thread
+        make_context_current(device)
         for found in ranked(ask, chip(device))[:TRIES]:
             tile = found.tile
             needed = found.all_blocks if tile.grid else tile.cluster

@@ -43,6 +43,15 @@ def architecture(device: int) -> str:
     return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
 
 
+def make_context_current(device: int) -> None:
+    """torch's context of a device, where a thread has none yet. The driver is asked and not a
+    stream: a stream that is being captured must not be asked anything."""
+    cuda = driver()
+    if int(_call(cuda.cuCtxGetCurrent(), "asking for the context")) == 0:
+        context = _call(cuda.cuDevicePrimaryCtxRetain(device), f"opening GPU {device}")
+        _call(cuda.cuCtxSetCurrent(context), f"opening GPU {device}")
+
+
 class Kernel:
     """One compiled tile, loaded; it serves every device of its architecture."""
 
