@@ -1,1 +1,1 @@
-"""Selective recomputation of feature maps, for any PyTorch model; begun, not yet a backend."""
+"""Selective recomputation of feature maps, for any PyTorch model; not yet a compile backend."""

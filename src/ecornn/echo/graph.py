@@ -6,6 +6,7 @@ several results holds all of theirs until the last of them was taken out.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,25 +23,58 @@ class NotUnderstood(EcornnError, RuntimeError):
     """A graph that the analysis cannot follow; says why."""
 
 
+#: What can be said of an operation without knowing its numbers:
+#: "input"    given to the graph
+#: "view"     makes no memory of its own
+#: "product"  does far more arithmetic than it reads and writes
+#: "random"   gives something else when it is run again
+#: "opaque"   not known to give the same when it is run again
+#: "cheap"    everything else: elementwise operators, reductions, copies
+KINDS = ("input", "view", "product", "random", "opaque", "cheap")
+
+#: Operators that are never run again, by the name of their packet.
+PRODUCTS = frozenset(
+    {
+        *("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_mm", "_grouped_mm", "linear", "matmul", "einsum"),
+    }
+)
+
+
+#: Operators that read statistics which the forward pass moves: run again, they would read others.
+STATEFUL = frozenset(
+    {
+        *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+        *("cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats"),
+        *("_batch_norm_with_update", "_batch_norm_with_update_functional"),
+    }
+)
+
+
 @dataclass(frozen=True)
 class Operation:
     """One node. `uses` are places of earlier operations in the graph."""
 
     name: str
-    target: str  # such as "aten.mm.default"; "input" for what the graph is given
+    target: str  # such as "aten.mm.default"
+    kind: str  # one of `KINDS`
     uses: tuple[int, ...]
     holds: tuple[int, ...]  # storages that its result refers to
+    several: bool = False  # its result is a tuple
 
 
 @dataclass(frozen=True)
 class Graph:
     operations: tuple[Operation, ...]
     storages: tuple[int, ...]  # bytes of each
-    outputs: tuple[int, ...]  # operations whose results leave the graph
+    #: Operations whose results leave the graph, in order; None where something else does.
+    outputs: tuple[int | None, ...]
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        return tuple(i for i, op in enumerate(self.operations) if op.target == "input")
+        return tuple(i for i, op in enumerate(self.operations) if op.kind == "input")
 
 
 def read_graph(module: fx.GraphModule) -> Graph:
@@ -65,6 +99,24 @@ def _checked(value: Any) -> Any:
     return value
 
 
+def _kind(node: fx.Node, *, makes_memory: bool) -> str:
+    if node.op in ("placeholder", "get_attr"):
+        return "input"
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return "random"
+        name = target.overloadpacket.__name__
+        ours_to_run = target.namespace in ("aten", "prims") and not target._schema.is_mutable
+        if not ours_to_run or name in STATEFUL:
+            return "opaque"
+        if name in PRODUCTS:
+            return "product"
+    elif target is not operator.getitem:
+        return "opaque"
+    return "cheap" if makes_memory else "view"
+
+
 class _Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -73,18 +125,23 @@ class _Recorder(fx.Interpreter):
         self._storages: list[int] = []
         self._known: dict[StorageWeakRef, int] = {}
         self._alive: list[Tensor] = []  # so that no storage's identity is used again
-        self._outputs: tuple[int, ...] = ()
+        self._outputs: tuple[int | None, ...] = ()
 
     def run_node(self, n: fx.Node) -> Any:
-        uses = tuple(sorted({self._place[user] for user in n.all_input_nodes}))
         result = super().run_node(n)
         if n.op == "output":
-            self._outputs = uses
+            leaving = tree_leaves(n.args[0], is_leaf=lambda leaf: leaf is None)
+            self._outputs = tuple(self._place.get(node) for node in leaving)
             return result
-        self._place[n] = len(self._operations)
+        uses = tuple(sorted({self._place[used] for used in n.all_input_nodes}))
         holds = {self._storage_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
-        target = "input" if n.op in ("placeholder", "get_attr") else str(n.target)
-        self._operations.append(Operation(n.name, target, uses, tuple(sorted(holds))))
+        before = {storage for used in uses for storage in self._operations[used].holds}
+        kind = _kind(n, makes_memory=not holds <= before)
+        self._place[n] = len(self._operations)
+        several = isinstance(result, tuple | list)
+        self._operations.append(
+            Operation(n.name, str(n.target), kind, uses, tuple(sorted(holds)), several)
+        )
         return result
 
     def _storage_of(self, tensor: Tensor) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.graph import Graph, NotUnderstood, Operation, read_graph
+from support.programs import PROGRAMS, function_of
 
 
 class Replay(fx.Interpreter):
@@ -131,53 +131,22 @@ def test_models(name: str, partition: Any) -> None:
         assert_simulated_as_replayed(module, given_inputs)
 
 
-#: What a random program is made of: each takes two tensors of one shape and gives one of it.
-STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "add": lambda a, b: a + b,
-    "tanh": lambda a, b: a.tanh(),
-    "product": lambda a, b: a @ b.transpose(-1, -2) @ a,
-    "turned twice": lambda a, b: a.transpose(0, 1).contiguous().transpose(0, 1) * b,
-    "split and joined": lambda a, b: torch.cat(a.chunk(2, -1)[::-1], -1) + b,
-    "normalized": lambda a, b: F.layer_norm(a, a.shape[-1:]) * b,
-    "softmax": lambda a, b: a.softmax(-1) * b,
-    "dropout": lambda a, b: F.dropout(a, 0.3) + b,
-    "chosen": lambda a, b: torch.where(a > 0, a, b),
-    "a view of a view": lambda a, b: a.reshape(-1).view(a.shape) * b,
-    "largest": lambda a, b: a.max(-1, keepdim=True).values * b,
-}
-
-
 @settings(
     max_examples=200,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-@given(
-    program=st.lists(
-        st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9)),
-        min_size=1,
-        max_size=12,
-    ),
-    extra_output=st.booleans(),
-)
-def test_random_programs(program: list[tuple[str, int, int]], extra_output: bool) -> None:
-    def function(x: Tensor, y: Tensor) -> Any:
-        made = [x, y]
-        for name, first, second in program:
-            made.append(STEPS[name](made[first % len(made)], made[second % len(made)]))
-        # all of it is used: torch's own partitioner fails on a dropout that nobody uses
-        result = functools.reduce(torch.add, made)
-        return (result, made[-1] * 2) if extra_output else result
-
+@given(program=PROGRAMS, two_results=st.booleans())
+def test_random_programs(program: list[tuple[str, int, int]], two_results: bool) -> None:
     x, y = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
-    for module, inputs in graphs_of(function, x, y):
+    for module, inputs in graphs_of(function_of(program, two_results=two_results), x, y):
         assert_simulated_as_replayed(module, inputs)
 
 
 def make(operations: list[tuple[str, tuple[int, ...], tuple[int, ...]]], *storages: int) -> Graph:
     named = tuple(
-        Operation(f"op{i}", target, uses, holds)
+        Operation(f"op{i}", target, "input" if target == "input" else "cheap", uses, holds)
         for i, (target, uses, holds) in enumerate(operations)
     )
     return Graph(named, storages, (len(named) - 1,))

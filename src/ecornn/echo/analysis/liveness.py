@@ -33,7 +33,7 @@ def last_uses(graph: Graph, *, inputs_are_held: bool) -> dict[int, list[int]]:
     for i, operation in enumerate(graph.operations):
         for used in operation.uses:
             last[used] = i
-    kept = set(graph.outputs) | (set(graph.inputs) if inputs_are_held else set())
+    kept: set[int | None] = {*graph.outputs, *(graph.inputs if inputs_are_held else ())}
     found: dict[int, list[int]] = {}
     for operation_, user in last.items():
         if operation_ not in kept:
@@ -51,7 +51,7 @@ def simulate(graph: Graph, *, inputs_are_held: bool) -> Timeline:
     for i in graph.inputs:
         held += _take(graph, i, references)
     for i, operation in enumerate(graph.operations):
-        if operation.target != "input":
+        if operation.kind != "input":
             held += _take(graph, i, references)
         bytes_at.append(held)
         for ended in ends.get(i, ()):

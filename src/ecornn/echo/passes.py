@@ -1,0 +1,49 @@
+"""The two passes of a joint graph: what runs forwards, what backwards, and what goes between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ecornn.echo.graph import Graph
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A joint graph whose first `forward_outputs` outputs are the forward pass's; inputs named
+    `tangents…` are the gradients that arrive."""
+
+    graph: Graph
+    forward_outputs: int
+
+    @cached_property
+    def backward(self) -> frozenset[int]:
+        """Operations that depend on an arriving gradient."""
+        found: set[int] = set()
+        for i, operation in enumerate(self.graph.operations):
+            arrives = operation.kind == "input" and operation.name.startswith("tangents")
+            if arrives or any(used in found for used in operation.uses):
+                found.add(i)
+        return frozenset(found)
+
+    @cached_property
+    def needed(self) -> frozenset[int]:
+        """Results of the forward pass that the backward pass uses."""
+        return frozenset(
+            used
+            for i in self.backward
+            for used in self.graph.operations[i].uses
+            if used not in self.backward
+        )
+
+    @cached_property
+    def held_anyway(self) -> frozenset[int]:
+        """Storages that are there between the passes whatever is kept: inputs and results."""
+        results = self.graph.outputs[: self.forward_outputs]
+        whose = {*self.graph.inputs, *(i for i in results if i is not None)}
+        return frozenset(s for i in whose for s in self.graph.operations[i].holds)
+
+    def bytes_of(self, kept: frozenset[int]) -> int:
+        """What keeping these results costs, each storage counted once."""
+        storages = {s for i in kept for s in self.graph.operations[i].holds} - self.held_anyway
+        return sum(self.graph.storages[s] for s in storages)
