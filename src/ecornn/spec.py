@@ -52,7 +52,8 @@ class RnnSpec:
     more steps than cuDNN takes. `transformed` says that torch.func is at work around the call
     (vmap, grad), `forward_mode` that forward-mode derivatives are, `traced` that a compiler or
     exporter is, `captured` that a CUDA graph is being captured. `short` says that there are too few
-    steps to set up much, `roomy` that all gates of a layer take so little that keeping them is no
+    steps to set up much, `brief` that there are so few that what the host does for a call counts,
+    `roomy` that all gates of a layer take so little that keeping them is no
     loss, `batch` how many sequences there are; 0 where a tracer does not say.
     """
 
@@ -81,6 +82,7 @@ class RnnSpec:
     long: bool = False
     captured: bool = False
     short: bool = False
+    brief: bool = False
     roomy: bool = False
     batch: int = 0
 

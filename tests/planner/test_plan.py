@@ -187,3 +187,37 @@ class TestPersistent:
         assert keeps(asked(needs_grad=True, keep="gates")) == "gates"
         # a plain RNN's gates are its output
         assert keeps(asked(cell="rnn_tanh", needs_grad=True, keep="gates")) == "states"
+
+    @pytest.mark.parametrize(
+        ("changes", "quicker"),
+        [
+            ({"hidden": 64, "dtype": torch.float32, "brief": False}, True),
+            ({"hidden": 128, "dtype": torch.float32, "brief": True}, True),
+            ({"hidden": 128, "dtype": torch.float16, "brief": True}, True),
+            ({"hidden": 128, "dtype": torch.float16, "brief": True, "captured": True}, False),
+            ({"hidden": 128, "dtype": torch.float32, "brief": False}, False),
+            ({"hidden": 128, "dtype": torch.bfloat16, "brief": True}, False),
+            ({"hidden": 64, "dtype": torch.float32, "lengths": True}, False),
+            ({"hidden": 64, "dtype": torch.float32, "layers": 2}, False),
+            ({"hidden": 64, "dtype": torch.float32, "bidirectional": True}, False),
+            ({"hidden": 64, "dtype": torch.float32, "cell": "gru"}, False),
+            ({"hidden": 64, "dtype": torch.float32, "keep": "states"}, False),
+            ({"hidden": 64, "dtype": torch.float32, "backend": "persistent"}, False),
+            ({"hidden": 512, "dtype": torch.float16, "batch": 16, "brief": True}, True),
+            ({"hidden": 512, "dtype": torch.float16, "batch": 64, "brief": True}, False),
+            ({"hidden": 512, "dtype": torch.float16, "batch": 16, "input_size": 100}, False),
+            ({"hidden": 512, "dtype": torch.bfloat16, "batch": 16, "brief": True}, False),
+            ({"hidden": 512, "dtype": torch.float16, "batch": 16, "captured": True}, False),
+            ({"hidden": 1024, "dtype": torch.float16, "batch": 16, "captured": True}, True),
+        ],
+    )
+    def test_leaves_to_cudnn_what_cudnn_does_quicker(
+        self, changes: dict[str, Any], quicker: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from ecornn.backends import persistent
+
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent.Persistent, "_does_not_fit", lambda self, spec: None)
+        input_size = changes.get("hidden", 8)
+        spec = asked(**{"device": "cuda", "input_size": input_size, **changes})
+        assert ("quicker" in (self.backend.refuse(spec) or "")) == quicker

@@ -53,6 +53,10 @@ class Persistent:
                 spec.short and _torch_could(spec),
                 "with this few steps, loading the weights takes longer than it saves",
             ),
+            (
+                _torch_could(spec) and _cudnn_is_quicker(spec),
+                "cuDNN's own persistent kernel was quicker for this size when both were measured",
+            ),
         )
         refusal = next((reason for asked, reason in wanted if asked), None)
         return refusal or too_old() or self._does_not_fit(spec)
@@ -105,6 +109,24 @@ class Persistent:
 def _torch_could(spec: RnnSpec) -> bool:
     """Whether torch's kernels are a choice; if not, the definition would be the only other one."""
     return spec.backend == "auto" and spec.keep == "auto" and not spec.cell_states
+
+
+def _cudnn_is_quicker(spec: RnnSpec) -> bool:
+    """Where cuDNN's own persistent kernels won when both were measured, one LSTM layer of one
+    direction, T = 256. What the host does for a call decides most of them: in a captured graph, or
+    with many steps, ours win again."""
+    measured = spec.cell == "lstm" and spec.layers == 1 and not spec.bidirectional
+    if not measured or spec.lengths or spec.resets:
+        return False
+    host_counts = spec.brief and not spec.captured
+    if spec.hidden <= 64 and spec.dtype == torch.float32:
+        return True
+    if spec.hidden <= 128 and spec.dtype in (torch.float16, torch.float32):
+        return host_counts
+    aligned = spec.hidden % 128 == 0 and spec.input_size % 128 == 0 and spec.batch in (8, 16)
+    if spec.dtype == torch.float16 and aligned and spec.hidden <= 1024:
+        return host_counts or (spec.hidden == 1024 and not spec.needs_grad)
+    return False
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from ecornn.nn.stack import (
     StackCall,
     StackResult,
     drop,
+    is_brief,
     is_long,
     is_roomy,
     is_short,
@@ -299,6 +300,7 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
             not traced and is_long(x.shape[0], device),
             device == "cuda" and not traced and torch.cuda.is_current_stream_capturing(),
             not traced and is_short(x.shape[0], device),
+            not traced and is_brief(x.shape[0], device),
             not traced and is_roomy(x, self.hidden_size),
             x.shape[1] if device == "cuda" and not traced else 0,
         )

@@ -20,6 +20,7 @@ from ecornn.backends.aten_network import NetworkCall
 from ecornn.kernels.persistent.device import unavailable
 from ecornn.nn.stack import (
     StackCall,
+    is_brief,
     is_long,
     is_roomy,
     is_short,
@@ -98,7 +99,7 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
         *(False, False, False, False, False, False, call.needs_grad, "auto", "auto"),
         # not traced, transformed, in forward mode or long
         *(False, False, False, False, torch.cuda.is_current_stream_capturing()),
-        *(False, is_roomy(x, layer.hidden_size), x.shape[1]),
+        *(False, is_brief(x.shape[0], "cuda"), is_roomy(x, layer.hidden_size), x.shape[1]),
     )
     if plan.backend != "persistent":
         return run_whole(call)

@@ -263,6 +263,14 @@ def is_roomy(x_TBI: Tensor, hidden: int) -> bool:
     return x_TBI.is_cuda and 4 * hidden * steps * batch * x_TBI.element_size() <= FEW_BYTES
 
 
+#: Up to so many steps a call's cost on the host is not hidden behind the GPU's work.
+SOME_STEPS = 512
+
+
+def is_brief(steps: int, device: str) -> bool:
+    return device == "cuda" and steps <= SOME_STEPS
+
+
 def is_short(steps: int, device: str) -> bool:
     return device == "cuda" and steps < FEW_STEPS
 
