@@ -78,7 +78,7 @@ class Compiled:
             self.kept_bytes = sum(
                 n.meta["val"].untyped_storage().nbytes() for n in saved if n.name not in primals
             )
-            self.backward_peak = simulate(read_graph(backward), inputs_are_held=False).peak_bytes
+            self.backward_peak = simulate(read_graph(backward), ()).peak_bytes
             return forward, backward
 
         self.run = aot_module(

@@ -74,10 +74,10 @@ def assert_simulated_as_replayed(module: fx.GraphModule, inputs: list[Any]) -> N
     with torch.no_grad():
         replay.run(*inputs)
     # the replay's caller holds the inputs in the list
-    simulated = simulate(graph, inputs_are_held=False)
+    simulated = simulate(graph, ())
     assert list(simulated.bytes_at) == replay.bytes_at
     assert simulated.peak_bytes == max(replay.bytes_at)
-    assert simulate(graph, inputs_are_held=True).peak_bytes >= simulated.peak_bytes
+    assert simulate(graph, graph.inputs).peak_bytes >= simulated.peak_bytes
 
 
 class Attention(nn.Module):
@@ -163,8 +163,8 @@ def test_a_view_holds_its_base() -> None:
         ],
         *(1, 10, 100, 1000),
     )
-    assert simulate(graph, inputs_are_held=True).bytes_at == (1, 11, 11, 111, 1111)
-    assert simulate(graph, inputs_are_held=False).bytes_at == (1, 11, 11, 111, 1110)
+    assert simulate(graph, graph.inputs).bytes_at == (1, 11, 11, 111, 1111)
+    assert simulate(graph, ()).bytes_at == (1, 11, 11, 111, 1110)
 
 
 def test_results_that_nobody_takes_are_held_with_those_that_are() -> None:
@@ -177,14 +177,14 @@ def test_results_that_nobody_takes_are_held_with_those_that_are() -> None:
         ],
         *(1, 10, 100, 1000),
     )
-    timeline = simulate(graph, inputs_are_held=True)
+    timeline = simulate(graph, graph.inputs)
     assert timeline.bytes_at == (1, 111, 111, 1011)
     assert (timeline.peak_bytes, timeline.peak_at) == (1011, 3)
 
 
 def test_what_nobody_uses_is_given_up_at_once() -> None:
     graph = make([("input", (), (0,)), ("tanh", (0,), (1,)), ("exp", (0,), (2,))], 1, 10, 100)
-    assert simulate(graph, inputs_are_held=True).bytes_at == (1, 11, 101)
+    assert simulate(graph, graph.inputs).bytes_at == (1, 11, 101)
 
 
 def test_sizes_that_are_not_known_are_refused() -> None:

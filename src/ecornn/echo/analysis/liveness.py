@@ -6,6 +6,7 @@ still held refers to it. Scratch memory inside an operator is not known and not 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ecornn.echo.graph import Graph
@@ -27,13 +28,13 @@ class Timeline:
         return self.bytes_at.index(self.peak_bytes)
 
 
-def last_uses(graph: Graph, *, inputs_are_held: bool) -> dict[int, list[int]]:
+def last_uses(graph: Graph, held: Collection[int]) -> dict[int, list[int]]:
     """Operations whose results are given up after each operation; outputs never are."""
     last = {i: i for i in range(len(graph.operations))}
     for i, operation in enumerate(graph.operations):
         for used in operation.uses:
             last[used] = i
-    kept: set[int | None] = {*graph.outputs, *(graph.inputs if inputs_are_held else ())}
+    kept: set[int | None] = {*graph.outputs, *held}
     found: dict[int, list[int]] = {}
     for operation_, user in last.items():
         if operation_ not in kept:
@@ -41,24 +42,24 @@ def last_uses(graph: Graph, *, inputs_are_held: bool) -> dict[int, list[int]]:
     return found
 
 
-def simulate(graph: Graph, *, inputs_are_held: bool) -> Timeline:
-    """`inputs_are_held`: whoever runs the graph keeps its inputs, as for weights and for a forward
-    pass's arguments; else they are given up after their last use, as a backward pass's are."""
-    ends = last_uses(graph, inputs_are_held=inputs_are_held)
+def simulate(graph: Graph, held: Collection[int]) -> Timeline:
+    """`held`: inputs that whoever runs the graph keeps, as weights and a forward pass's arguments
+    are; the others are given up after their last use, as what was kept between the passes is."""
+    ends = last_uses(graph, held)
     references = [0] * len(graph.storages)
-    held, bytes_at = 0, []
+    total, bytes_at = 0, []
     # all inputs are there before the first operation runs
     for i in graph.inputs:
-        held += _take(graph, i, references)
+        total += _take(graph, i, references)
     for i, operation in enumerate(graph.operations):
         if operation.kind != "input":
-            held += _take(graph, i, references)
-        bytes_at.append(held)
+            total += _take(graph, i, references)
+        bytes_at.append(total)
         for ended in ends.get(i, ()):
             for storage in graph.operations[ended].holds:
                 references[storage] -= 1
                 if references[storage] == 0:
-                    held -= graph.storages[storage]
+                    total -= graph.storages[storage]
     return Timeline(tuple(bytes_at))
 
 
