@@ -41,8 +41,14 @@ def test_a_smoke_run_shows_and_writes_its_rows(tmp_path: Path) -> None:
     found = read(out)
     assert found.benchmark == "smoke"
     assert found.environment["threads"] == 1
+    assert found.environment["effort"] == "quick"
     assert [r.contender for r in found.rows] == ["ecornn", "torch.nn"]
     assert torch.get_num_threads() == threads
+    # a thorough run's rows do not go into a quick one's file
+    refused = bench("smoke", "--threads", "1", "--cases", ONE, "--out", str(out))
+    assert refused.exit_code == 2
+    assert "effort = quick" in refused.output
+    assert read(out) == found
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module, make_boxed_func
@@ -21,7 +21,7 @@ from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.rewrite import split
 from ecornn.echo.schedule import as_late_as_possible
-from support.programs import PROGRAMS, function_of
+from support.programs import PROGRAMS, function_of, two_hundred
 
 
 class Decoder(nn.Module):
@@ -157,12 +157,7 @@ class _Module(nn.Module):
         return self.function(x, y)
 
 
-@settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@two_hundred
 @given(program=PROGRAMS, two_results=st.booleans())
 def test_random_programs(program: list[tuple[str, int, int]], two_results: bool) -> None:
     """In float64, so that what was fused or ordered otherwise does not blur what is wrong."""

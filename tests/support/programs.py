@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +26,13 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "largest": lambda a, b: a.max(-1, keepdim=True).values * b,
 }
 
+#: The same 200 programs in every run.
+two_hundred = settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 PROGRAMS = st.lists(
     st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9)),
     min_size=1,

@@ -14,7 +14,7 @@ from ecornn.bench.environment import describe
 from ecornn.bench.grids import Grid
 from ecornn.bench.results import Results, Row, check_mergeable, merge, read, write
 from ecornn.bench.runners import choose_device, run_cases, tf32_where_it_is_faster
-from ecornn.bench.timing import Effort
+from ecornn.bench.timing import QUICK, Effort
 from ecornn.errors import InvalidInput
 
 
@@ -36,7 +36,8 @@ def record(
     """The file is written after every case: what was measured outlives an interruption."""
     device = choose_device(grid.device)
     with tf32_where_it_is_faster(device):
-        environment = describe(device)
+        effort = "quick" if efforts is QUICK else "thorough"
+        environment = describe(device) | {"effort": effort}
         earlier = None
         if out is not None:
             check_writable(out)

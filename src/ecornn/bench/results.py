@@ -81,7 +81,9 @@ def check_mergeable(old: Results, benchmark: str, environment: Mapping[str, Scal
             f"a new file or one of {benchmark!r}",
             "name another file",
         )
-    for key in MACHINE:
+    # files of before it was recorded have none
+    effort = ("effort",) if "effort" in old.environment else ()
+    for key in (*MACHINE, *effort):
         then, now = old.environment.get(key), environment.get(key)
         if then != now:
             raise InvalidInput(

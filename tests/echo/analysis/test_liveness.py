@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function, aot_module, make_boxed_func
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.graph import Graph, NotUnderstood, Operation, read_graph
-from support.programs import PROGRAMS, function_of
+from support.programs import PROGRAMS, function_of, two_hundred
 
 
 class Replay(fx.Interpreter):
@@ -131,12 +131,7 @@ def test_models(name: str, partition: Any) -> None:
         assert_simulated_as_replayed(module, given_inputs)
 
 
-@settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@two_hundred
 @given(program=PROGRAMS, two_results=st.booleans())
 def test_random_programs(program: list[tuple[str, int, int]], two_results: bool) -> None:
     x, y = (torch.randn(4, 6, requires_grad=True) for _ in range(2))

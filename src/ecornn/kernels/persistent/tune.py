@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -117,12 +117,7 @@ def measure(problem: _Problem, geometry: Geometry, device: int) -> float | None:
     return float(statistics.median(times))
 
 
-def tune(
-    asks: Sequence[Request],
-    device: int,
-    count: int,
-    tell: Callable[[Request, int, float], None] = lambda *_: None,
-) -> list[dict[str, Any]]:
+def tune(asks: Sequence[Request], device: int, count: int) -> list[dict[str, Any]]:
     """One entry of `tuned.json` for each request that something fits."""
     entries = []
     for ask in asks:
@@ -134,7 +129,6 @@ def tune(
         if timed:
             us, best = min(timed, key=lambda pair: pair[0])
             entries.append(entry(ask, best, us))
-            tell(ask, len(timed), us)
     return entries
 
 
