@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -230,3 +231,27 @@ class TestPersistent:
         input_size = changes.get("hidden", 8)
         spec = asked(**{"device": "cuda", "input_size": input_size, **changes})
         assert ("quicker" in (self.backend.refuse(spec) or "")) == quicker
+
+    def test_a_capture_finds_its_kernel_loaded_or_goes_to_torchs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from ecornn.backends import persistent
+
+        loaded: set[Any] = set()
+
+        def geometry(ask: Any, device: int) -> object:
+            loaded.add(ask)
+            return object()
+
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent, "geometry", geometry)
+        monkeypatch.setattr(persistent, "is_loaded", lambda ask, device: ask in loaded)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        eager = asked(
+            device="cuda", hidden=128, dtype=torch.float16, batch=4, brief=True, needs_grad=True
+        )
+        captured = replace(eager, captured=True)
+        assert "being captured" in (self.backend.refuse(captured) or "")
+        # called before, it is cuDNN's; but then the graph may have the kernel
+        assert "quicker" in (self.backend.refuse(eager) or "")
+        assert self.backend.refuse(captured) is None

@@ -24,6 +24,7 @@ from ecornn.kernels.persistent.device import (
     chip,
     failure_flag,
     geometry,
+    is_loaded,
     numbers_of,
     too_old,
     unavailable,
@@ -53,17 +54,22 @@ class Persistent:
                 spec.short and _torch_could(spec),
                 "with this few steps, loading the weights takes longer than it saves",
             ),
-            (
-                _torch_could(spec) and _cudnn_is_quicker(spec),
-                "cuDNN's own persistent kernel was quicker for this size when both were measured",
-            ),
         )
         refusal = next((reason for asked, reason in wanted if asked), None)
-        return refusal or too_old() or self._does_not_fit(spec)
+        refusal = refusal or too_old() or self._does_not_fit(spec)
+        # last: the kernel is loaded by now, and a graph that is captured later may use it
+        if refusal is None and _torch_could(spec) and _cudnn_is_quicker(spec):
+            refusal = "cuDNN's own persistent kernel was quicker when both were measured"
+        return refusal
 
     def _does_not_fit(self, spec: RnnSpec) -> str | None:
         one_sequence = spec.batch == 0 or spec.backend != "auto"
         for request in _requests(spec, 1 if one_sequence else spec.batch):
+            if spec.captured and not is_loaded(request, torch.cuda.current_device()):
+                return (
+                    "a CUDA graph is being captured, and its kernel was not loaded before; call "
+                    "the layer once in the same way before the capture"
+                )
             try:
                 found = geometry(request, torch.cuda.current_device())
             except (EcornnError, OSError) as error:

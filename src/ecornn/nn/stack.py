@@ -64,7 +64,10 @@ def plan_from(*fields: Any) -> ExecutionPlan:
     this at trace time."""
     found = _PLANS.get(fields)
     if found is None:
-        found = _PLANS[fields] = plan(RnnSpec(*fields))
+        found = plan(RnnSpec(*fields))
+        # what may run in a graph that is being captured depends on what is loaded by then
+        if not found.spec.captured:
+            _PLANS[fields] = found
     return found
 
 

@@ -50,9 +50,26 @@ def chip(device: int) -> Chip:
     return Chip(count, shared, tuple((size, n) for size, n in scaled if n > 0))
 
 
-@cache
+#: What was found before, and with it that its kernel is loaded.
+_FOUND: dict[tuple[Request, int], Geometry | None] = {}
+
+
 def geometry(ask: Request, device: int) -> Geometry | None:
-    """The best geometry whose blocks the device can run at once; None where there is none."""
+    """The best geometry whose blocks the device can run at once, its kernel loaded; None where
+    there is none."""
+    key = (ask, device)
+    if key not in _FOUND:
+        _FOUND[key] = _find_geometry(ask, device)
+    return _FOUND[key]
+
+
+def is_loaded(ask: Request, device: int) -> bool:
+    """Whether a launch needs nothing more that a capturing stream would not allow."""
+    return (ask, device) in _FOUND
+
+
+def _find_geometry(ask: Request, device: int) -> Geometry | None:
+    failure_flag()  # pinned memory, which cannot be had while a stream is captured
     with torch.cuda.device(device):
         make_context_current(device)
         for found in ranked(ask, chip(device))[:TRIES]:
