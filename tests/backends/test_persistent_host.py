@@ -259,3 +259,15 @@ def test_what_fits_on_no_device_is_said(machine: Machine) -> None:
     machine.most_batch = 0
     with pytest.raises(NoBackend, match="do not fit"):
         by_name("persistent").forward(make_call("lstm"))
+
+
+def test_a_step_of_too_many_values_is_said(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = make_call("lstm")
+    values = call.input_TBI.shape[1] * call.directions * 4 * call.h0_DBR.shape[-1]
+    monkeypatch.setattr(persistent_calls, "MOST_VALUES", values)
+    with pytest.raises(NoBackend, match="split the batch"):
+        by_name("persistent").forward(call)
+    monkeypatch.setattr(persistent_calls, "MOST_VALUES", values + 1)
+    by_name("persistent").forward(call)

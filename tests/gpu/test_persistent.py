@@ -16,7 +16,9 @@ import ecornn
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import device
+from ecornn.kernels.persistent.choose import Request, candidates
 from ecornn.kernels.persistent.floor import Floor
+from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.reference import DirectionWeights
 from ecornn.spec import GATES
 from support.tolerances import ONE_STEP, assert_matches, tolerance
@@ -215,6 +217,73 @@ def test_ends_and_resets(cell: str, feature: str, hidden: int) -> None:
     assert_like_the_definition(
         make_call(cell, torch.float16, hidden, batch, steps, directions=2, **more)
     )
+
+
+#: Ways to share the work of a step, whichever of them is the fastest: (blocks exchange through L2,
+#: they are in clusters, a warp has the whole inner dimension).
+REGIMES = {
+    "one block": (False, False, False),
+    "one block, direct": (False, False, True),
+    "cluster": (False, True, False),
+    "cluster, direct": (False, True, True),
+    "chip": (True, False, False),
+    "chip in clusters": (True, True, False),
+}
+
+
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "features"])
+@pytest.mark.parametrize(("hidden", "batch"), [(72, 3), (101, 9), (256, 5)])
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("regime", REGIMES)
+def test_every_regime(
+    regime: str,
+    cell: str,
+    hidden: int,
+    batch: int,
+    features: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ecornn.backends import persistent_calls
+
+    def geometry(ask: Request, index: int) -> Geometry:
+        fitting = (
+            g
+            for g in candidates(ask, device.chip(index))
+            if (g.tile.grid, g.tile.cluster > 1, g.tile.direct) == REGIMES[regime]
+        )
+        # where one of the passes has no such tile, its best one
+        found = next(fitting, None) or device.geometry(ask, index)
+        assert found is not None
+        return found
+
+    monkeypatch.setattr(persistent_calls, "geometry", geometry)
+    monkeypatch.setattr(persistent_calls, "_LAUNCHES", {})
+    more: dict[str, Any] = {}
+    if features:
+        more["lengths_B"] = torch.randint(0, 14, (batch,), device="cuda")
+        more["resets_TB"] = torch.rand(13, batch, device="cuda") < 0.2
+        more["reset_to"] = "initial"
+    assert_like_the_definition(make_call(cell, torch.float16, hidden, batch, 13, **more))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("hidden", [64, 256, 1024])
+def test_gradients_that_begin_anywhere(hidden: int, dtype: torch.dtype) -> None:
+    """A part of a longer tensor may begin where vectors cannot be loaded from."""
+    call = make_call("lstm", dtype, hidden, 3, 9, cell_states=True)
+    grads = arriving(call)
+
+    def moved(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        flat = torch.empty(values.numel() + 1, device="cuda", dtype=dtype)[1:]
+        return flat.view(values.shape).copy_(values)
+
+    (_, want), (_, found) = (
+        run("persistent", call, g) for g in (grads, ResultGrads(*map(moved, grads)))
+    )
+    assert torch.equal(want.h0_DBR, found.h0_DBR)
+    assert all(torch.equal(a, b) for a, b in zip(want.weights, found.weights, strict=True))
 
 
 @pytest.mark.parametrize("hidden", [64, 512])

@@ -143,7 +143,7 @@ def backward(a: BackwardArguments, cell: str, d: int) -> None:
     h_size, sections = a.hidden, run.gates_count
     stored = 4 if cell in ("lstm", "gru") else 1
     gates = view(a.gates[d], a.steps, a.batch, 4 * h_size) if a.gates[d] else None
-    weights = view(a.weights[d], h_size, sections * h_size)
+    weights = view(a.weights[d], sections * h_size, h_size)
     output = run.rows(a.output[d], a.total, a.output_row, h_size)
     cells = run.rows(a.cells[d], a.total, a.output_row, h_size)
     d_output = run.rows(a.d_output[d], a.total, a.output_row, h_size)
@@ -151,6 +151,8 @@ def backward(a: BackwardArguments, cell: str, d: int) -> None:
     d_gates = view(a.d_gates[d], a.steps, a.batch, stored * h_size)
     h0, c0 = run.states(a.h0), run.states(a.c0)
     assert weights is not None
+    if cell == "gru":  # the gates' gradients stand as (n, r, z)
+        weights = np.roll(weights, h_size, axis=0)
     assert output is not None
     assert d_gates is not None
     assert h0 is not None
@@ -178,7 +180,7 @@ def backward(a: BackwardArguments, cell: str, d: int) -> None:
         grad, direct, d_c_in = _cell_backward(cell, pre, entered, output[t], d_h, d_c)
         grad = np.where(active, grad, 0)
         d_gates[row, s] = grad[s]
-        through = grad[:, : sections * h_size] @ weights.T
+        through = grad[:, : sections * h_size] @ weights
         entering_h, entering_c = direct + through, d_c_in
         for k, value in enumerate((entering_h, entering_c)):
             to_initial[k] += np.where(cut & active, value, 0)

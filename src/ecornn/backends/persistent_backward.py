@@ -12,7 +12,6 @@ from torch import Tensor
 from ecornn.backends.persistent_calls import (
     Launch,
     Piece,
-    aligned,
     flags,
     launches,
     marked,
@@ -53,7 +52,7 @@ class _Layer:
         self.lengths = None if call.lengths_B is None else call.lengths_B.contiguous()
         self.resets = None if call.resets_TB is None else call.resets_TB.contiguous()
         self.weights = call.weights
-        self.across = [aligned(self._across(w.w_hh)) for w in call.weights]
+        self.w_hh = [w.w_hh.contiguous() for w in call.weights]
         self.biases = [
             None if w.b_ih is None or w.b_hh is None else (w.b_ih.contiguous(), w.b_hh.contiguous())
             for w in call.weights
@@ -62,12 +61,6 @@ class _Layer:
         self.masks = [Masks(None, None)] * self.directions
         if call.lengths_B is not None or call.resets_TB is not None:
             self.masks = [masks(problem_of(call, d), self.steps) for d in range(self.directions)]
-
-    def _across(self, w_hh: Tensor) -> Tensor:
-        """The recurrent weights as the kernel multiplies with them; a GRU's gates as (n, r, z)."""
-        if self.cell != "gru":
-            return w_hh.T
-        return torch.cat([w_hh[2 * self.hidden :], w_hh[: 2 * self.hidden]]).T
 
     def entering_h(self, d: int, start: int, stop: int) -> Tensor:
         """The states that entered the steps [start, stop) of direction d, as rows."""
@@ -116,7 +109,7 @@ class _Layer:
             (a.d_cells, self.grads.cells_TBE),
         )
         for d in range(self.directions):
-            a.weights[d] = self.across[d].data_ptr()
+            a.weights[d] = self.w_hh[d].data_ptr()
             for place, tensor in tensors:
                 if tensor is not None:
                     place[d] = tensor.data_ptr() + d * self.hidden * size

@@ -23,6 +23,10 @@ from ecornn.kernels.persistent.tile import round_up
 SMALL_BYTES = 32 << 20
 
 
+#: Kernels count the values of one step in 32 bits.
+MOST_VALUES = 2**31
+
+
 class Piece(NamedTuple):
     """Some consecutive steps of one launch. Directions run against each other in time."""
 
@@ -97,6 +101,12 @@ def _find_launches(
 ) -> list[Launch]:
     if batch == 0:
         return []
+    if batch * directions * 4 * hidden >= MOST_VALUES:
+        raise NoBackend(
+            f"a step of {batch} sequences and {hidden} units has 2^31 values or more, which the "
+            "persistent kernels do not count: split the batch, or make the layer with "
+            "backend='aten'"
+        )
     size = batch
     while size >= 1:
         for together in range(directions, 0, -1):

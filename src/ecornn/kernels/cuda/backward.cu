@@ -7,21 +7,23 @@
 //
 // The gates' gradients of a step are what blocks exchange. For a GRU they stand as
 // (n before the reset gate, r, z, n): the first three are the state's, the last three the input's.
+#define BACKWARD 1
 #define GATES (CELL == 0 ? 4 : CELL == 1 ? 3 : 1)
 #define OUTER 1
 #define INNER GATES
-#include "product.cuh"
-#include "sequence.cuh"
+#define READ (CELL <= 1 ? 4 : 0)  // pre-activations read
+// and the state that entered the step (a simple cell: that left it), the gradients of h and of c
+#define PARTS (READ + (CELL == 0 ? 3 : 2))
 #include "biases.cuh"
+#include "stream.cuh"
 
-constexpr int READ = CELL == 0 || CELL == 1 ? 4 : 0;    // pre-activations read
-constexpr int STORED = CELL == 0 || CELL == 1 ? 4 : 1;  // gradients written
+constexpr int STORED = CELL <= 1 ? 4 : 1;  // gradients written
 
 struct BackwardArguments {
   const Element* gates[2];  // (steps, batch, 4 · hidden), LSTM and GRU
   const Element* b_ih[2];   // (GATES · hidden) where the gates are without, else null
   const Element* b_hh[2];
-  const Element* weights[2];  // (hidden, GATES · hidden)
+  const Element* weights[2];  // (GATES · hidden, hidden)
   Element* exchange[2];       // (steps, batch, exchange_row): marked before; may be d_gates
   Element* d_gates[2];        // (steps, batch, STORED · hidden)
   const Element* output[2];   // (total, batch, output_row), as all of these four
@@ -47,12 +49,6 @@ struct BackwardArguments {
   int output_row, exchange_row, first_sequence, end_sequence, first_direction, group_batch, flags;
 };
 
-// What one (unit, sequence) loads for a step, one step ahead.
-struct Loaded {
-  Element pre[PRE], before, h, d_output, d_cell;
-  u8 cut;
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     backward(const __grid_constant__ BackwardArguments a) {
   const int d = a.first_direction + blockIdx.z, unit0 = blockIdx.x * UNITS, hidden = a.hidden;
@@ -68,10 +64,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float d_h[ITEMS], d_c[ITEMS], h_initial[ITEMS], c_initial[ITEMS], bias[ITEMS][PRE];
   bool was_cut[ITEMS];
   int length[ITEMS];
-  Loaded next[ITEMS];
-  auto unit_of = [&](int i) { return unit0 + int(threadIdx.x + i * THREADS) % UNITS; };
-  auto sequence_of = [&](int i) { return int(threadIdx.x + i * THREADS) / UNITS; };
-  auto mine = [&](int i) { return sequence_of(i) < sequences && unit_of(i) < hidden; };
+  auto unit_of = [&](int i) { return unit0 + product.unit_of(i); };
+  auto sequence_of = [&](int i) { return product.sequence_of(i); };
+  auto mine = [&](int i) { return product.has(i, hidden - unit0); };
   auto state_at = [&](int i) { return states + size_t(sequence_of(i)) * hidden + unit_of(i); };
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
@@ -99,102 +94,105 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto time_of = [&](int local) {
     return d ? a.first_step + local : a.total - 1 - a.first_step - local;
   };
-  auto row_of = [&](int local) { return d ? local : a.steps - 1 - local; };
-  // places that move with time; addresses are advanced, not reckoned anew at every step
-  const Element *const output = a.output[d], *const cells = a.cells[d],
-                       *const d_output = a.d_output[d];
-  const Element* const d_cells = a.d_cells[d];
-  Element *const d_gates = a.d_gates[d], *const exchange = a.exchange[d];
-  const int exchange_row = a.exchange_row;
-  const ptrdiff_t output_step = ptrdiff_t(a.batch) * a.output_row * (d ? 1 : -1);
-  const ptrdiff_t gates_step = ptrdiff_t(a.batch) * READ * hidden * (d ? 1 : -1);
-  const ptrdiff_t stored_step = ptrdiff_t(a.batch) * STORED * hidden * (d ? 1 : -1);
-  const Element* gates_at[ITEMS];
-  size_t output_at[ITEMS], stored_at[ITEMS];
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int sequence = first + sequence_of(i), unit = unit_of(i);
-    const size_t row = size_t(row_of(0)) * a.batch + sequence;
-    gates_at[i] = a.gates[d] + row * READ * hidden + unit;
-    stored_at[i] = row * STORED * hidden + unit;
-    output_at[i] = (size_t(time_of(0)) * a.batch + sequence) * a.output_row + unit;
-  }
-  auto load = [&](int local) {
-    const int t = time_of(local), before = d ? t + 1 : t - 1;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      const size_t at = output_at[i];
-      output_at[i] += output_step;
-      const Element* const gates = gates_at[i];
-      gates_at[i] += gates_step;
-      if (!mine(i)) continue;
-      Loaded& l = next[i];
-#pragma unroll
-      for (int gate = 0; gate < READ; ++gate) l.pre[gate] = __ldg(gates + gate * hidden);
-      l.d_output = d_output ? __ldg(d_output + at) : Element(0);
-      l.d_cell = CELL == 0 && d_cells ? __ldg(d_cells + at) : Element(0);
-      if (CELL >= 2) l.h = __ldg(output + at);
-      l.cut = FEATURES && times.cut(t, first + sequence_of(i), length[i]);
-      if (CELL < 2) {
-        // the state that entered the step: c of an LSTM, h of a GRU
-        const bool begins = d ? before >= length[i] : before < 0;
-        if (l.cut && !(a.flags & RESET_TO_INITIAL))
-          l.before = Element(0);
-        else if (l.cut || begins)
-          l.before = __ldg((CELL == 0 ? a.c0 : a.h0) + state_at(i));
-        else
-          l.before = __ldg((CELL == 0 ? cells : output) + at + output_step);
-      }
-    }
+  // the group's rows of a step, in the tensors of all steps and in those of this launch's
+  const size_t row0 = size_t(time_of(0)) * a.batch + first;
+  const size_t own_row0 = size_t(d ? 0 : a.steps - 1) * a.batch + first;
+  const int a_step = d ? a.batch : -a.batch;
+  const Rows<const Element> gates(a.gates[d], own_row0, READ * hidden, a_step);
+  const Rows<const Element> output(a.output[d], row0, a.output_row, a_step);
+  const Rows<const Element> cells(a.cells[d], row0, a.output_row, a_step);
+  const Rows<const Element> d_output(a.d_output[d], row0, a.output_row, a_step);
+  const Rows<const Element> d_cells(a.d_cells[d], row0, a.output_row, a_step);
+  Rows<Element> d_gates(a.d_gates[d], own_row0, STORED * hidden, a_step);
+  Rows<Element> exchange(a.exchange[d], own_row0, a.exchange_row, a_step);
+  const bool d_gates_are_exchanged = GRID && a.d_gates[d] == a.exchange[d];
+
+  // what a step reads, parts in this order
+  constexpr int STATE = READ, ARRIVING_H = READ + 1, ARRIVING_C = READ + 2;
+  Stream stream(product,
+                hidden % VEC == 0 && begins_a_vector(a.gates[d]) &&
+                    begins_a_vector(CELL == 0 ? a.cells[d] : a.output[d]) &&
+                    begins_a_vector(a.d_output[d]) && begins_a_vector(a.d_cells[d]),
+                [&](int part) {
+                  Rows<const Element> rows = part < READ         ? gates
+                                             : part > ARRIVING_H ? d_cells
+                                             : part > STATE      ? d_output
+                                             : CELL == 0         ? cells
+                                                                 : output;
+                  if (part < READ) rows.first += part * hidden;
+                  // of a simple cell the state that left the step, of the others that entered it
+                  if (part == STATE && CELL < 2) rows.move();
+                  return rows;
+                });
+  auto copy_step = [&](int local, int slot) {
+    const bool there = local < a.steps;
+    // the state that entered the first step in time stands elsewhere
+    const bool has_state = there && (CELL >= 2 || a.first_step + local + 1 < a.total);
+    stream.copy(slot, [&](int part) { return part == STATE ? has_state : there; });
   };
-  load(0);
+#pragma unroll
+  for (int ahead = 0; ahead < AHEAD; ++ahead) copy_step(ahead, ahead);
   if (!GRID) product.clear_vectors();
   product.open_cluster();
 
-  int products = 0;
-  // the gates' gradients of step `local`, multiplied
-  auto undo_product = [&](int local) {
-    float* const partial = product.partial(products & 1);
+  // The gates' gradients of step `local` multiplied: product number `local`. `slot`: whether the
+  // step is an odd one.
+  auto undo_product = [&](int local, int slot) {
+    float* const partial = product.partial(slot);
     if (GRID) {
-      product.multiply_published(
-          partial,
-          {exchange + (size_t(row_of(local)) * a.batch + first) * exchange_row, exchange_row});
+      product.multiply_published(partial, {exchange.before(), a.exchange_row});
     } else {
       product.await_vectors(local);
-      product.multiply(partial,
-                       [&](int c, int n) { return product.from_shared((local + 1) & 1, c, n); });
+      product.multiply(partial, [&](int c, int n) { return product.from_shared(slot ^ 1, c, n); });
     }
-    product.collect(products);
+    product.collect(local);
     product.rearm_vectors(local);
   };
   // the whole gradient of the state that entered the step undone last
-  auto entering = [&](int i) {
-    const float sum = d_h[i] + product.sum_of(products, unit_of(i) - unit0, sequence_of(i));
-    if (!FEATURES || !was_cut[i]) return sum;
-    h_initial[i] += sum;
+  auto entering = [&](int i, int slot) {
+    float sum[1];
+    product.read_sums(slot, i, sum);
+    if (!FEATURES || !was_cut[i]) return d_h[i] + sum[0];
+    h_initial[i] += d_h[i] + sum[0];
     return 0.0f;
   };
 
-  for (int local = 0; local < a.steps; ++local) {
+  // `slot`: whether the step is an odd one, known where this is inlined
+  auto take_step = [&](int local, int slot) {
     const int t = time_of(local);
     // all that the gradient is multiplied with, while the exchange runs
-    float by_h[ITEMS][3], by_c[ITEMS][4];
-    Loaded now[ITEMS];
+    float by_h[ITEMS][3], by_c[ITEMS][4], arriving_h[ITEMS], arriving_c[ITEMS];
+    bool cut[ITEMS];
+    stream.await();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      now[i] = next[i];
-      const float before = to_float(now[i].before);
+      if (product.warp_sequence(i) >= sequences) continue;
+      const int s = sequence_of(i);
+      float read[PARTS];
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) read[part] = to_float(stream.read(slot, i, part));
+      arriving_h[i] = d_output.there ? read[ARRIVING_H] : 0.0f;
+      if (CELL == 0) arriving_c[i] = d_cells.there ? read[ARRIVING_C % PARTS] : 0.0f;
+      cut[i] = FEATURES && mine(i) && times.cut(t, first + s, length[i]);
+      float state = read[STATE];
+      if (CELL < 2) {
+        const bool begins = d ? t + 1 >= length[i] : t == 0;
+        if (cut[i] && !(a.flags & RESET_TO_INITIAL))
+          state = 0.0f;
+        else if ((cut[i] || begins) && mine(i))
+          state = to_float((CELL == 0 ? a.c0 : a.h0)[state_at(i)]);
+      }
       float pre[PRE];
 #pragma unroll
-      for (int k = 0; k < READ; ++k) pre[k] = to_float(now[i].pre[k]) + bias[i][k];
+      for (int k = 0; k < READ; ++k) pre[k] = read[k] + bias[i][k];
       if (CELL == 0) {
         const float in = sigmoid_once(pre[0]), forget = sigmoid(pre[1 % PRE]);
         const float candidate = tanh_of(pre[2 % PRE]), gate = sigmoid_once(pre[3 % PRE]);
-        const float shown = tanh_of(forget * before + in * candidate);
+        const float shown = tanh_of(forget * state + in * candidate);
         by_h[i][0] = gate * (1.0f - shown * shown);
         by_h[i][1] = shown * gate * (1.0f - gate);
         by_c[i][0] = candidate * in * (1.0f - in);
-        by_c[i][1] = before * forget * (1.0f - forget);
+        by_c[i][1] = state * forget * (1.0f - forget);
         by_c[i][2] = in * (1.0f - candidate * candidate);
         by_c[i][3] = forget;
       } else if (CELL == 1) {
@@ -202,30 +200,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const float inner = pre[3 % PRE];
         const float candidate = tanh_of(pre[2 % PRE] + reset * inner);
         by_h[i][0] = (1.0f - update) * (1.0f - candidate * candidate);
-        by_h[i][1] = (before - candidate) * update * (1.0f - update);
+        by_h[i][1] = (state - candidate) * update * (1.0f - update);
         by_h[i][2] = update;
         by_c[i][0] = reset;
         by_c[i][1] = inner * reset * (1.0f - reset);
       } else {
-        const float y = to_float(now[i].h);
-        by_h[i][0] = CELL == 2 ? 1.0f - y * y : y > 0.0f ? 1.0f : 0.0f;
+        by_h[i][0] = CELL == 2 ? 1.0f - state * state : state > 0.0f ? 1.0f : 0.0f;
       }
     }
-    if (local + 1 < a.steps) load(local + 1);
-    if (local > 0) undo_product(local - 1);
+    copy_step(local + AHEAD, slot);
+    if (local > 0) undo_product(local - 1, slot ^ 1);
 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int item0 = (product.warp + i * WARPS) * 32;
-      if (item0 / UNITS >= sequences) break;
+      if (product.warp_sequence(i) >= sequences) continue;
       const int unit = unit_of(i), s = sequence_of(i);
       Element bits[STORED] = {};
       if (mine(i)) {
-        float h = local > 0 ? entering(i) : d_h[i], c = d_c[i];
+        float h = local > 0 ? entering(i, slot ^ 1) : d_h[i], c = d_c[i];
         const bool active = !FEATURES || t < length[i];
         if (active || (a.flags & FROZEN_AFTER_END)) {
-          h += to_float(now[i].d_output);
-          if (CELL == 0) c += to_float(now[i].d_cell);
+          h += arriving_h[i];
+          if (CELL == 0) c += arriving_c[i];
         }
         float grad[STORED] = {};
         if (!active) {
@@ -246,38 +242,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           d_h[i] = 0.0f;
         }
         if (FEATURES) {
-          was_cut[i] = now[i].cut;
-          if (now[i].cut && CELL == 0) c_initial[i] += d_c[i], d_c[i] = 0.0f;
+          was_cut[i] = cut[i];
+          if (cut[i] && CELL == 0) c_initial[i] += d_c[i], d_c[i] = 0.0f;
         }
 #pragma unroll
         for (int k = 0; k < STORED; ++k) bits[k] = unmarked(from_float(grad[k]));
       }
-      const size_t at = stored_at[i];
-      stored_at[i] += stored_step;
       Element published[INNER];
 #pragma unroll
       for (int k = 0; k < INNER; ++k) published[k] = bits[k];
       if (!GRID) {
-        product.publish_shared(local, item0, unit0, published);
-      } else if (s < sequences && unit < product.padded) {
-        const size_t row = size_t(row_of(local)) * a.batch + first + s;
-        Element* const to = exchange + (exchange == d_gates ? at : row * exchange_row + unit);
+        product.publish_shared(local, slot ^ 1, i, published);
+      } else if (product.has(i, product.padded - unit0)) {
 #pragma unroll
-        for (int k = 0; k < INNER; ++k) store_relaxed(to + k * product.padded, published[k]);
+        for (int k = 0; k < INNER; ++k)
+          store_relaxed(exchange.at(s, unit) + k * product.padded, published[k]);
       }
       // the next step waits for none of what follows
       if (!mine(i)) continue;
 #pragma unroll
       for (int k = 0; k < STORED; ++k)
-        if (!GRID || k >= INNER || d_gates != exchange) d_gates[at + k * hidden] = bits[k];
+        if (!d_gates_are_exchanged || k >= INNER) d_gates.at(s, unit)[k * hidden] = bits[k];
     }
-    if (local > 0) product.release_sums(), ++products;
-  }
-  undo_product(a.steps - 1);
+    if (local > 0) product.release_sums();
+    d_gates.move();
+    if (GRID) exchange.move();
+  };
+  for (int local = 0; local < a.steps; local += AHEAD)
+#pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ++ahead)
+      if (local + ahead < a.steps) take_step(local + ahead, ahead);
+  const int last_slot = (a.steps - 1) & 1;
+  undo_product(a.steps - 1, last_slot);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     if (!mine(i)) continue;
-    const float h = entering(i);
+    const float h = entering(i, last_slot);
     if (a.d_h0) {
       a.d_h0[state_at(i)] = from_float(h);
       if (CELL == 0) a.d_c0[state_at(i)] = from_float(d_c[i]);

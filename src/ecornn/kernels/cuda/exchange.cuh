@@ -13,6 +13,17 @@ using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 
+template <int COUNT>
+struct Bytes;
+template <>
+struct Bytes<8> {
+  using Type = uint2;
+};
+template <>
+struct Bytes<16> {
+  using Type = uint4;
+};
+
 // A wait that lasts longer than this many cycles, about two seconds, is given up: a block that does
 // not run, or a fault.
 constexpr long long MOST_CYCLES = 1ll << 32;
@@ -44,8 +55,12 @@ __device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
 }
 
 // A result must not look like the mark: such a NaN is published as another NaN.
-__device__ __forceinline__ u16 unmarked(u16 bits) { return bits == 0xffffu ? 0x7fffu : bits; }
-__device__ __forceinline__ u32 unmarked(u32 bits) { return bits == ~0u ? 0x7fffffffu : bits; }
+__device__ __forceinline__ u16 unmarked(u16 bits) {
+  return GRID && bits == 0xffffu ? 0x7fffu : bits;
+}
+__device__ __forceinline__ u32 unmarked(u32 bits) {
+  return GRID && bits == ~0u ? 0x7fffffffu : bits;
+}
 
 #if CLUSTER > 1
 __device__ __forceinline__ u32 cluster_rank() {
@@ -73,6 +88,13 @@ __device__ __forceinline__ void push(u32 address, u32 barrier, uint4 v) {
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
       : "memory");
 }
+__device__ __forceinline__ void push(u32 address, u32 barrier, uint2 v) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1,%2}, "
+      "[%3];" ::"r"(address),
+      "r"(v.x), "r"(v.y), "r"(barrier)
+      : "memory");
+}
 __device__ __forceinline__ void push(u32 address, u32 barrier, float v) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
@@ -91,11 +113,13 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
                : "memory");
 }
 
+// For the block alone: what was pushed lies in its own shared memory. To acquire for the cluster
+// would throw away the L1 cache as well.
 __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 phase) {
   u32 passed;
   asm volatile(
       "{\n\t.reg .pred p;\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n\t"
       "selp.u32 %0, 1, 0, p;\n\t}"
       : "=r"(passed)
       : "r"(barrier), "r"(phase)

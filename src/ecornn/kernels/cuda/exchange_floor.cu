@@ -1,8 +1,10 @@
 // The exchange of a forward pass and nothing else: at every step each block publishes its slice of
 // h and reads all of h, as forward.cu does. What this takes is the floor under any forward pass.
+#define BACKWARD 0
 #define GATES (CELL == 0 ? 4 : CELL == 1 ? 3 : 1)
 #define OUTER GATES
 #define INNER 1
+#define PARTS GATES  // as forward.cu has them, for the same shared memory
 #include "product.cuh"
 
 struct FloorArguments {
@@ -48,13 +50,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (local > 0) product.rearm_vectors(local - 1);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int item0 = (product.warp + i * WARPS) * 32, item = item0 + product.lane;
-      if (item0 / UNITS >= sequences) break;
-      const int unit = unit0 + item % UNITS, s = item / UNITS;
+      if (product.warp_sequence(i) >= sequences) continue;
+      const int unit = unit0 + product.unit_of(i), s = product.sequence_of(i);
       const Element bits[1] = {Element((folded & 1) + local % 256)};
       if (!GRID)
-        product.publish_shared(local, item0, unit0, bits);
-      else if (s < sequences && unit < product.padded)
+        product.publish_shared(local, (local + 1) & 1, i, bits);
+      else if (product.has(i, product.padded - unit0))
         store_relaxed(a.exchange + (size_t(local) * a.batch + first + s) * product.padded + unit,
                       bits[0]);
     }

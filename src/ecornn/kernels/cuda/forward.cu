@@ -4,12 +4,13 @@
 // steps from `first_step` on, so that a long sequence can be cut into pieces.
 //
 // CELL 0 lstm, 1 gru, 2 tanh, 3 relu. FEATURES 1: there are lengths or resets.
+#define BACKWARD 0
 #define GATES (CELL == 0 ? 4 : CELL == 1 ? 3 : 1)
 #define OUTER GATES
 #define INNER 1
-#include "product.cuh"
-#include "sequence.cuh"
+#define PARTS GATES
 #include "biases.cuh"
+#include "stream.cuh"
 
 // Pointers to per-direction tensors come in pairs; the states are (directions, batch, hidden).
 struct ForwardArguments {
@@ -49,10 +50,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // what a thread keeps of its (unit, sequence) pairs
   float cell[ITEMS], h[ITEMS], initial_sum[ITEMS][GATES], bias[ITEMS][PRE];
   int length[ITEMS];
-  Element share[ITEMS][GATES];
-  auto unit_of = [&](int i) { return unit0 + int(threadIdx.x + i * THREADS) % UNITS; };
-  auto sequence_of = [&](int i) { return int(threadIdx.x + i * THREADS) / UNITS; };
-  auto mine = [&](int i) { return sequence_of(i) < sequences && unit_of(i) < hidden; };
+  auto unit_of = [&](int i) { return unit0 + product.unit_of(i); };
+  auto sequence_of = [&](int i) { return product.sequence_of(i); };
+  auto mine = [&](int i) { return product.has(i, hidden - unit0); };
   auto state_at = [&](int i) { return states + size_t(sequence_of(i)) * hidden + unit_of(i); };
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
@@ -66,31 +66,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (CELL == 0) cell[i] = a.c_in ? a.c_in[state_at(i)] : to_float(a.c0[state_at(i)]);
     if (FEATURES) length[i] = length_of(a.lengths, first + sequence_of(i), a.total);
   }
-  // places that move with time; addresses are advanced, not reckoned anew at every step
-  const Element* share_at[ITEMS];
-  size_t output_at[ITEMS];
-  Element *const output = a.output[d], *const exchange = a.exchange[d], *const cells = a.cells[d];
-  const int exchange_row = a.exchange_row;
-  const ptrdiff_t share_step = ptrdiff_t(a.batch) * GATES * hidden * (d ? -1 : 1);
-  const ptrdiff_t output_step = ptrdiff_t(a.batch) * a.output_row * (d ? -1 : 1);
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int sequence = first + sequence_of(i), t = d ? a.total - 1 - a.first_step : a.first_step;
-    share_at[i] = a.gates[d] + (size_t(d ? a.steps - 1 : 0) * a.batch + sequence) * GATES * hidden +
-                  unit_of(i);
-    output_at[i] = (size_t(t) * a.batch + sequence) * a.output_row + unit_of(i);
-  }
-  // the input's share of a step, loaded one step ahead
-  auto load_share = [&]() {
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-#pragma unroll
-      for (int gate = 0; gate < GATES; ++gate)
-        if (mine(i)) share[i][gate] = __ldg(share_at[i] + gate * hidden);
-      share_at[i] += share_step;
-    }
+  // The group's rows of a step. They move with time alike in all threads; what an item adds to them
+  // stays.
+  const int t0 = d ? a.total - 1 - a.first_step : a.first_step;
+  const size_t row0 = size_t(t0) * a.batch + first;
+  const int a_step = d ? -a.batch : a.batch;
+  const Rows<const Element> shares(a.gates[d], size_t(d ? a.steps - 1 : 0) * a.batch + first,
+                                   GATES * hidden, a_step);
+  Rows<Element> output(a.output[d], row0, a.output_row, a_step);
+  Rows<Element> exchange(a.exchange[d], row0, a.exchange_row, a_step);
+  Rows<Element> cells(a.cells[d], row0, a.output_row, a_step);
+  Rows<Element> kept(a.kept[d], row0, PRE * hidden, a_step);
+  const bool output_is_exchanged = GRID && a.output[d] == a.exchange[d];
+
+  // the input's share of the gates
+  Stream stream(product, hidden % VEC == 0 && begins_a_vector(a.gates[d]), [&](int gate) {
+    Rows<const Element> rows = shares;
+    rows.first += gate * hidden;
+    return rows;
+  });
+  auto copy_share = [&](int local, int slot) {
+    stream.copy(slot, [&](int) { return local < a.steps; });
   };
-  load_share();
+#pragma unroll
+  for (int ahead = 0; ahead < AHEAD; ++ahead) copy_share(ahead, ahead);
 
   // h from memory, unpadded; or as it was published
   auto multiply_given = [&](const Element* rows, float* to) {
@@ -101,7 +100,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                            : make_uint4(0, 0, 0, 0);
     });
   };
-  int products = 0;
   if (!GRID) {
     product.clear_vectors();
     __syncthreads();
@@ -111,48 +109,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (FEATURES) {
     // the product of the initial state, for sequences that begin or are reset to it later
     multiply_given(a.h0 + states, product.partial(0));
-    product.collect(products);
+    product.collect(0);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
-#pragma unroll
-      for (int gate = 0; gate < GATES; ++gate)
-        if (mine(i))
-          initial_sum[i][gate] =
-              product.sum_of(products, gate * UNITS + unit_of(i) - unit0, sequence_of(i));
+      if (mine(i)) product.read_sums(0, i, initial_sum[i]);
     __syncthreads();
-    ++products;
     if (!GRID) product.fill_vectors(0, a.h_in + states);
     __syncthreads();
   }
 
-  for (int local = 0; local < a.steps; ++local, ++products) {
+  // `slot`: whether the step is an odd one, known where this is inlined
+  auto take_step = [&](int local, int slot) {
+    float share[ITEMS][GATES];
+    stream.await();
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+      for (int gate = 0; gate < GATES; ++gate)
+        share[i][gate] = to_float(stream.read(slot, i, gate));
+    copy_share(local + AHEAD, slot);
     const int step = a.first_step + local, t = d ? a.total - 1 - step : step;
-    float* const partial = product.partial(products & 1);
+    const int count = local + FEATURES, sums_slot = (slot + FEATURES) & 1;
+    float* const partial = product.partial(sums_slot);
     if (local == 0) {
       multiply_given(a.h_in + states, partial);
     } else if (GRID) {
-      const int before = d ? t + 1 : t - 1;
-      product.multiply_published(
-          partial, {exchange + (size_t(before) * a.batch + first) * exchange_row, exchange_row});
+      product.multiply_published(partial, {exchange.before(), a.exchange_row});
     } else {
       product.await_vectors(local - 1);
-      product.multiply(partial, [&](int c, int n) { return product.from_shared(local & 1, c, n); });
+      product.multiply(partial, [&](int c, int n) { return product.from_shared(slot, c, n); });
     }
-    product.collect(products);
+    product.collect(count);
     if (local > 0) product.rearm_vectors(local - 1);
 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int item0 = (product.warp + i * WARPS) * 32;
-      if (item0 / UNITS >= sequences) break;
+      if (product.warp_sequence(i) >= sequences) continue;
       const int unit = unit_of(i), s = sequence_of(i);
       Element bits[1] = {0};
       float pre[PRE], state = 0.0f;
       if (mine(i)) {
         float sum[GATES];
-#pragma unroll
-        for (int gate = 0; gate < GATES; ++gate)
-          sum[gate] = product.sum_of(products, gate * UNITS + unit - unit0, s);
+        product.read_sums(sums_slot, i, sum);
         float h_in = h[i], c_in = cell[i];
         if (FEATURES) {
           const bool cut = times.cut(t, first + s, length[i]);
@@ -171,50 +169,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (CELL == 0) {
 #pragma unroll
           for (int gate = 0; gate < GATES; ++gate)
-            pre[gate] = to_float(share[i][gate]) + bias[i][gate] + sum[gate];
+            pre[gate] = share[i][gate] + bias[i][gate] + sum[gate];
           c_new = sigmoid(pre[1 % PRE]) * c_in + sigmoid_once(pre[0]) * tanh_of(pre[2 % PRE]);
           h_new = sigmoid_once(pre[3 % PRE]) * tanh_of(c_new);
         } else if (CELL == 1) {
-          pre[0] = to_float(share[i][0]) + bias[i][0] + sum[0];
-          pre[1 % PRE] = to_float(share[i][1 % GATES]) + bias[i][1 % PRE] + sum[1 % GATES];
-          pre[2 % PRE] = to_float(share[i][2 % GATES]) + bias[i][2 % PRE];
+          pre[0] = share[i][0] + bias[i][0] + sum[0];
+          pre[1 % PRE] = share[i][1 % GATES] + bias[i][1 % PRE] + sum[1 % GATES];
+          pre[2 % PRE] = share[i][2 % GATES] + bias[i][2 % PRE];
           pre[3 % PRE] = sum[2 % GATES] + bias[i][3 % PRE];
           const float candidate = tanh_of(pre[2 % PRE] + sigmoid_once(pre[0]) * pre[3 % PRE]);
           h_new = candidate + sigmoid(pre[1 % PRE]) * (h_in - candidate);
         } else {
-          pre[0] = to_float(share[i][0]) + bias[i][0] + sum[0];
+          pre[0] = share[i][0] + bias[i][0] + sum[0];
           h_new = CELL == 2 ? tanh_of(pre[0]) : pre[0] < 0.0f ? 0.0f : pre[0];  // a NaN stays one
         }
-        if (active) {
-          h[i] = to_float(unmarked(from_float(h_new)));
-          cell[i] = c_new;
-        }
-        bits[0] = unmarked(from_float(h[i]));
+        bits[0] = unmarked(from_float(active ? h_new : h[i]));
+        h[i] = to_float(bits[0]);
+        if (active) cell[i] = c_new;
         state = cell[i];
         if (!active && !(a.flags & FROZEN_AFTER_END)) bits[0] = 0, state = 0.0f;
       }
-      const size_t at = output_at[i];
-      output_at[i] += output_step;
       if (!GRID) {
         // nobody waits for the last step's, and a push must not come after its block has left
-        if (local + 1 < a.steps) product.publish_shared(local, item0, unit0, bits);
-      } else if (s < sequences && unit < product.padded) {
-        const size_t row = size_t(t) * a.batch + first + s;
-        store_relaxed(exchange + (exchange == output ? at : row * exchange_row + unit), bits[0]);
+        if (local + 1 < a.steps) product.publish_shared(local, slot ^ 1, i, bits);
+      } else if (product.has(i, product.padded - unit0)) {
+        store_relaxed(exchange.at(s, unit), bits[0]);
       }
       // the next step waits for none of what follows
       if (!mine(i)) continue;
-      if (!GRID || output != exchange) output[at] = bits[0];
-      if (CELL == 0 && cells) cells[at] = from_float(state);
-      if (a.kept[d]) {
-        Element* const kept = a.kept[d] + (size_t(t) * a.batch + first + s) * PRE * hidden + unit;
+      if (!output_is_exchanged) *output.at(s, unit) = bits[0];
+      if (CELL == 0 && cells.there) *cells.at(s, unit) = from_float(state);
+      if (kept.there)
 #pragma unroll
-        for (int gate = 0; gate < PRE; ++gate) kept[gate * hidden] = from_float(pre[gate]);
-      }
+        for (int gate = 0; gate < PRE; ++gate)
+          kept.at(s, unit)[gate * hidden] = from_float(pre[gate]);
     }
     product.release_sums();
-    if (local + 1 < a.steps) load_share();
-  }
+    output.move(), kept.move();
+    if (GRID) exchange.move();
+    if (CELL == 0) cells.move();
+  };
+  for (int local = 0; local < a.steps; local += AHEAD)
+#pragma unroll
+    for (int ahead = 0; ahead < AHEAD; ++ahead)
+      if (local + ahead < a.steps) take_step(local + ahead, ahead);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     if (!mine(i)) continue;

@@ -18,9 +18,9 @@ constexpr int CHUNK = 4 * VEC;             // inner elements the four lanes of a
 #define MMA_TYPE "bf16"
 __device__ __forceinline__ float to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 __device__ __forceinline__ u16 from_float(float x) {
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
+  u32 pair;  // of two, because the instruction for one is the slower
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(x));
+  return u16(pair);
 }
 #elif DTYPE == 1
 #define MMA_SHAPE "m16n8k16"
@@ -31,9 +31,9 @@ __device__ __forceinline__ float to_float(u16 bits) {
   return x;
 }
 __device__ __forceinline__ u16 from_float(float x) {
-  u16 bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(x));
+  return u16(pair);
 }
 #else
 #define MMA_SHAPE "m16n8k8"

@@ -1,8 +1,8 @@
 // y = W · v at every step, W on chip for all of them, v exchanged between blocks.
 //
-// A block finishes OWN_ROWS rows of y: OUTER for each of its UNITS hidden units. v has INNER
-// sections of `hidden` values, each padded to a multiple of VEC. Forwards a unit has one row for
-// each gate and v is h; backwards a unit has one row, and v holds the gradients of all gates.
+// v has INNER sections of `hidden` values, each padded to a multiple of VEC. Forwards a unit has
+// one row of y for each gate and v is h; backwards a unit has one row, and v holds the gradients of
+// all gates.
 //
 // Warps share the rows (ROW_WARPS) and the inner dimension (K_WARPS); the partial sums of the
 // latter meet in shared memory. A warp holds ROW_TILES × CHUNKS tiles of weights, the first
@@ -16,19 +16,7 @@
 // The inner dimension is permuted within each CHUNK, in W and v alike, so that the elements a lane
 // needs for two products lie side by side: one 16-byte load feeds both.
 #pragma once
-#include "numbers.cuh"
-
-constexpr int OWNERS = GRID ? CLUSTER : 1;
-constexpr int OWN_ROWS = OUTER * UNITS;
-constexpr int ROWS = OWN_ROWS * OWNERS;
-constexpr int BLOCK_ROWS = ROW_WARPS * ROW_TILES * 16;
-constexpr int SEQUENCES = BATCH_TILES * 8;
-constexpr int WARPS = ROW_WARPS * K_WARPS;
-constexpr int THREADS = WARPS * 32;
-// chains of dependent products: with few row tiles one chain would wait for its own results
-constexpr int CHAINS = ROW_TILES >= 4 ? 1 : 2;
-constexpr int ITEMS = (UNITS * SEQUENCES + THREADS - 1) / THREADS;
-static_assert(BLOCK_ROWS >= ROWS && UNITS % 8 == 0, "rows are not covered");
+#include "items.cuh"
 
 // Shared memory, in this order; the host computes the same sum (see SHARED_BYTES below).
 constexpr int WEIGHT_BYTES = (ROW_TILES - REGISTER_TILES) * CHUNKS * 2 * THREADS * 16;
@@ -39,11 +27,13 @@ constexpr int VECTOR_ROW = INNER_BYTES + (INNER_BYTES % 128 == 0 ? 64 : 0);
 constexpr int VECTOR_BYTES = GRID ? 0 : SEQUENCES * VECTOR_ROW;
 // rows of partial sums: 4 apart modulo 16, so that neither the products' writes nor the reads meet
 constexpr int PARTIAL_ROW = BLOCK_ROWS + 4;
-constexpr int PARTIAL_BYTES = K_WARPS * SEQUENCES * PARTIAL_ROW * 4;
+constexpr int PARTIAL_BYTES = DIRECT ? 0 : K_WARPS * SEQUENCES * PARTIAL_ROW * 4;
 constexpr int RECEIVED_BYTES = OWNERS > 1 ? OWNERS * SEQUENCES * OWN_ROWS * 4 : 0;
 constexpr int STAGE_BYTES = !GRID && CLUSTER > 1 ? WARPS * INNER * 32 * int(sizeof(Element)) : 0;
+// what a step reads from memory; see stream.cuh
+constexpr int STREAM_BYTES = AHEAD * ITEMS * PARTS * THREADS * int(sizeof(Element));
 static_assert(SHARED_BYTES == WEIGHT_BYTES + 2 * VECTOR_BYTES + PARTIAL_BUFFERS * PARTIAL_BYTES +
-                                  2 * RECEIVED_BYTES + STAGE_BYTES + 16,
+                                  2 * RECEIVED_BYTES + STREAM_BYTES + STAGE_BYTES + 16,
               "the host reckons another size of shared memory");
 
 extern __shared__ __align__(16) u8 shared[];
@@ -72,19 +62,20 @@ struct Published {
   int stride;
 };
 
-struct Product {
-  int warp, lane, g, q, row_warp, k_warp;
+// What is pushed at once: so many elements of a row of v.
+template <int COUNT>
+using Pushed = typename Bytes<COUNT* int(sizeof(Element))>::Type;
+
+struct Product : Items {
   int hidden, padded;  // padded: a section's length in v
-  int sequences;       // of this group
   int rank;            // in the cluster
   bool given_up;
   int* failed;
   u32 w[REGISTER_TILES][CHUNKS][2][4];
+  float finished[BATCH_TILES][ROW_TILES][4];  // where DIRECT: the sums of this lane's items
 
   __device__ __forceinline__ Product(int hidden, int sequences, int* failed)
-      : hidden(hidden), sequences(sequences), given_up(false), failed(failed) {
-    warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
+      : Items(sequences), hidden(hidden), given_up(false), failed(failed) {
     padded = (hidden + VEC - 1) / VEC * VEC;
 #if CLUSTER > 1
     rank = cluster_rank();
@@ -106,6 +97,10 @@ struct Product {
     return reinterpret_cast<float*>(shared + WEIGHT_BYTES + 2 * VECTOR_BYTES +
                                     PARTIAL_BUFFERS * PARTIAL_BYTES + slot * RECEIVED_BYTES);
   }
+  __device__ __forceinline__ Element* streams() const {
+    return reinterpret_cast<Element*>(shared + SHARED_BYTES - 16 - STAGE_BYTES - STREAM_BYTES) +
+           warp * 32;
+  }
   __device__ __forceinline__ Element* stage() const {
     return reinterpret_cast<Element*>(shared + SHARED_BYTES - 16 - STAGE_BYTES) + warp * INNER * 32;
   }
@@ -117,17 +112,39 @@ struct Product {
   __device__ __forceinline__ int k_of(int c) const {
     return (((GRID ? rank * K_WARPS : 0) + k_warp) * CHUNKS + c) * CHUNK + q * VEC;
   }
-  // VEC elements at position k of a vector or matrix row whose sections are not padded
-  __device__ __forceinline__ uint4 gather_sections(const Element* row, int k) const {
-    if (INNER == 1) return gather(row, k, hidden);
-    const int section = k / padded;
-    if (section >= INNER) return make_uint4(0, 0, 0, 0);
-    return gather(row + size_t(section) * hidden, k - section * padded, hidden);
+  // Row r of the block's tiles: which unit's, counted from `first_unit`, and which of its rows.
+  struct Row {
+    int unit, part;
+  };
+  __device__ __forceinline__ static Row row_at(int r) {
+    if (DIRECT) return {r / 16 * TILE_UNITS + r % TILE_UNITS, r % 16 / TILE_UNITS};
+    return {r / OWN_ROWS * UNITS + r % OWN_ROWS / OUTER, r % OUTER};
   }
 
-  // W: OUTER sections of `hidden` rows, INNER · hidden elements each
+  // VEC elements of W from inner position k on, zero beyond the end. The matrix is the layer's own,
+  // (gates · hidden, hidden): forwards W's row is one of its rows, backwards one of its columns.
+  __device__ __forceinline__ uint4 weights_at(const Element* matrix, int unit, int part,
+                                              int k) const {
+#if !BACKWARD
+    return gather(matrix + (size_t(part) * hidden + unit) * hidden, k, hidden);
+#else
+    union {
+      uint4 all;
+      Element each[VEC];
+    } v;
+    const int section = k / padded, first = k - section * padded;
+    const int gate = CELL == 1 ? (section + 2) % 3 : section;  // a GRU's stand as (n, r, z)
+    const Element* const column = matrix + size_t(gate) * hidden * hidden + unit;
+#pragma unroll
+    for (int e = 0; e < VEC; ++e)
+      v.each[e] = section < INNER && first + e < hidden ? __ldg(column + size_t(first + e) * hidden)
+                                                        : Element(0);
+    return v.all;
+#endif
+  }
+
   __device__ __forceinline__ void load_weights(const Element* matrix) {
-    const int first_block = blockIdx.x - (GRID ? rank : 0);
+    const int first_unit = (blockIdx.x - (GRID ? rank : 0)) * UNITS;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -136,11 +153,11 @@ struct Product {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int r = (row_warp * ROW_TILES + m) * 16 + half * 8 + g;
-          const int own = r % OWN_ROWS, unit = (first_block + r / OWN_ROWS) * UNITS + own % UNITS;
+          const Row row = row_at(r);
+          const int unit = first_unit + row.unit;
           rows[half] = make_uint4(0, 0, 0, 0);
-          if (r < ROWS && unit < hidden)
-            rows[half] = gather_sections(
-                matrix + (size_t(own / UNITS) * hidden + unit) * INNER * hidden, k_of(c));
+          if (row.unit < OWNERS * UNITS && row.part < OUTER && unit < hidden)
+            rows[half] = weights_at(matrix, unit, row.part, k_of(c));
 #if DTYPE == 2
           rows[half] = make_uint4(to_tf32(rows[half].x), to_tf32(rows[half].y),
                                   to_tf32(rows[half].z), to_tf32(rows[half].w));
@@ -189,27 +206,52 @@ struct Product {
         a[0][0] = x.x, a[0][1] = x.y, a[0][2] = x.z, a[0][3] = x.w;
         a[1][0] = y.x, a[1][1] = y.y, a[1][2] = y.z, a[1][3] = y.w;
       }
-      accumulate(sums.of[m][0], sums.of[m][CHAINS - 1], a, v);
+      const int chain = CHAINS == 4 ? c % 2 * 2 : 0;
+      accumulate(sums.of[m][chain], sums.of[m][CHAINS == 1 ? 0 : chain + 1], a, v);
     }
   }
 
   // The sums over this warp's part of the inner dimension, for batch tile n.
-  __device__ __forceinline__ void leave(const Sums& sums, float* partial, int n) const {
+  __device__ __forceinline__ void leave(const Sums& sums, float* partial, int n) {
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
+    for (int m = 0; m < ROW_TILES; ++m) {
+      float total[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        total[i] = sums.of[m][0][i];
+#pragma unroll
+        for (int chain = 1; chain < CHAINS; ++chain) total[i] += sums.of[m][chain][i];
+      }
+      if (DIRECT) {
+        deal(finished[n][m], total);
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int s = n * 8 + q * 2 + i % 2;
         const int r = (row_warp * ROW_TILES + m) * 16 + i / 2 * 8 + g;
-        float sum = sums.of[m][0][i];
-        if (CHAINS == 2) sum += sums.of[m][CHAINS - 1][i];
-        if (s < sequences) partial[(k_warp * SEQUENCES + s) * PARTIAL_ROW + r] = sum;
+        if (s < sequences) partial[(k_warp * SEQUENCES + s) * PARTIAL_ROW + r] = total[i];
       }
+    }
+  }
+  // Of a unit with four rows, a lane has two for two sequences, and the lane 16 further the other
+  // two: each takes all four for one of them.
+  __device__ __forceinline__ void deal(float (&to)[4], const float (&total)[4]) const {
+    if (OUTER == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = total[i];
+      return;
+    }
+    const bool low = g < 4;
+    const float first = __shfl_xor_sync(~0u, low ? total[1] : total[0], 16);
+    const float second = __shfl_xor_sync(~0u, low ? total[3] : total[2], 16);
+    to[0] = low ? total[0] : first, to[1] = low ? first : total[1];
+    to[2] = low ? total[2] : second, to[3] = low ? second : total[3];
   }
 
   // v from shared memory, or however fetch(c, n) gives the lane's part of it
   template <class Fetch>
-  __device__ __forceinline__ void multiply(float* partial, Fetch fetch) const {
+  __device__ __forceinline__ void multiply(float* partial, Fetch fetch) {
 #pragma unroll
     for (int n = 0; n < BATCH_TILES; ++n) {
       if (n * 8 >= sequences) break;
@@ -326,6 +368,7 @@ struct Product {
   // ---- once all warps multiplied: bring the sums to the blocks that own the rows.
   // `count` numbers the products of this launch.
   __device__ __forceinline__ void collect(int count) {
+    if (DIRECT) return;
     __syncthreads();
 #if GRID && CLUSTER > 1
     const float* const sums = partial(count & 1);
@@ -347,26 +390,38 @@ struct Product {
 #endif
   }
 
-  // A finished row of y.
-  __device__ __forceinline__ float sum_of(int count, int own_row, int s) const {
-    float sum = 0.0f;
-    if (OWNERS == 1) {
-      const float* const sums = partial(count & 1);
+  // The finished rows of y of item i's unit.
+  __device__ __forceinline__ void read_sums(int slot, int i, float (&sum)[OUTER]) const {
 #pragma unroll
-      for (int k = 0; k < K_WARPS; ++k) sum += sums[(k * SEQUENCES + s) * PARTIAL_ROW + own_row];
-    } else {
-      const float* const sums = received(count & 1);
+    for (int part = 0; part < OUTER; ++part)
+      sum[part] = DIRECT ? finished[i / TILE_ITEMS % BATCH_TILES][i / TILE_ITEMS / BATCH_TILES]
+                                   [OUTER == 1 ? i % 4 : part]
+                         : 0.0f;
+    if (DIRECT) return;
+    constexpr int TERMS = OWNERS == 1 ? K_WARPS : OWNERS;
+    constexpr int ROW = OWNERS == 1 ? PARTIAL_ROW : OWN_ROWS;
+    const float* const first =
+        (OWNERS == 1 ? partial(slot) : received(slot)) + sequence_of(i) * ROW + unit_of(i) * OUTER;
 #pragma unroll
-      for (int o = 0; o < OWNERS; ++o) sum += sums[(o * SEQUENCES + s) * OWN_ROWS + own_row];
+    for (int k = 0; k < TERMS; ++k) {
+      const float* const at = first + k * SEQUENCES * ROW;
+      if (OUTER == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(at);
+        sum[0] += four.x, sum[1 % OUTER] += four.y, sum[2 % OUTER] += four.z,
+            sum[3 % OUTER] += four.w;
+      } else {
+#pragma unroll
+        for (int part = 0; part < OUTER; ++part) sum[part] += at[part];
+      }
     }
-    return sum;
   }
   // With one buffer of partial sums: nobody may write it before all have read.
   __device__ __forceinline__ void release_sums() const {
-    if (PARTIAL_BUFFERS == 1) __syncthreads();
+    if (PARTIAL_BUFFERS == 1 && !DIRECT) __syncthreads();
   }
 
-  // ---- publishing within a cluster. Push number `count` fills slot (count + 1) & 1.
+  // ---- publishing within a cluster. Push number `count` fills slot (count + 1) & 1 of the
+  // vectors.
   __device__ __forceinline__ u32 expected_bytes() const {
     return GRID ? OWNERS * OWN_ROWS * sequences * 4
                 : INNER * padded * sequences * int(sizeof(Element));
@@ -391,6 +446,8 @@ struct Product {
   }
   __device__ __forceinline__ void await_vectors(int count) {
 #if !GRID && CLUSTER > 1
+    // a warp without units publishes nothing, so nobody would wait for it: it might miss a phase
+    if (DIRECT && row_warp * ROW_TILES * TILE_UNITS >= min(UNITS, padded - unit0())) return;
     Patience patience;
     while (!barrier_passed(barrier(count & 1), (count >> 1) & 1) && !give_up(patience)) {
     }
@@ -403,34 +460,32 @@ struct Product {
     if (threadIdx.x == 0) barrier_expect(barrier(count & 1), expected_bytes());
 #endif
   }
-  // The values of 32 items of a warp, items from `first` on, unit0 the block's first unit. All
-  // lanes of a warp call it together.
-  __device__ __forceinline__ void publish_shared(int count, int first, int unit0,
+  // The values of item i of all lanes of a warp, which call it together.
+  __device__ __forceinline__ void publish_shared(int count, int slot, int i,
                                                  const Element (&value)[INNER]) const {
 #if !GRID
-    const int slot = (count + 1) & 1;
 #if CLUSTER > 1
     __syncwarp();
 #pragma unroll
-    for (int p = 0; p < INNER; ++p) stage()[p * 32 + lane] = value[p];
+    for (int p = 0; p < INNER; ++p) stage()[p * 32 + place_of_lane()] = value[p];
     __syncwarp();
-    constexpr int GROUPS = 32 / VEC, PUSHES = INNER * GROUPS * CLUSTER;
+    constexpr int PUSHES = 32 / TOGETHER * INNER * CLUSTER;
     const u32 to = lane % CLUSTER;  // 32 is a multiple of CLUSTER
     const u32 base = remote(shared_address(vectors(slot)), to);
     const u32 there = remote(barrier(count & 1), to);
+    const int end = min(UNITS, padded - unit0());
 #pragma unroll
     for (int x = 0; x < PUSHES; x += 32) {
-      const int y = (x + lane) / CLUSTER, group = y % GROUPS, p = y / GROUPS;
-      const int item = first + group * VEC, unit = unit0 + item % UNITS, s = item / UNITS;
-      if (x + lane < PUSHES && s < sequences && unit < padded)
-        push(base + s * VECTOR_ROW + (p * padded + unit) * int(sizeof(Element)), there,
-             *reinterpret_cast<const uint4*>(stage() + p * 32 + group * VEC));
+      const int y = (x + lane) / CLUSTER, p = y % INNER, place = y / INNER * TOGETHER;
+      const int unit = unit_at(i, place), s = sequence_at(i, place);
+      if (x + lane < PUSHES && s < sequences && unit < end)
+        push(base + s * VECTOR_ROW + (p * padded + unit0() + unit) * int(sizeof(Element)), there,
+             *reinterpret_cast<const Pushed<TOGETHER>*>(stage() + p * 32 + place));
     }
 #else
-    const int item = first + lane, unit = unit0 + item % UNITS, s = item / UNITS;
-    if (s < sequences && unit < padded)
+    if (has(i, padded))
 #pragma unroll
-      for (int p = 0; p < INNER; ++p) *place(slot, s, p, unit) = value[p];
+      for (int p = 0; p < INNER; ++p) *place(slot, sequence_of(i), p, unit_of(i)) = value[p];
 #endif
 #endif
   }

@@ -117,11 +117,11 @@ def as_text(entries: Iterable[dict[str, Any]]) -> str:
 def registers(tile: Tile) -> int:
     """About what a thread takes; fitted to what the compiler says, and compared in the tests."""
     pieces = -(-tile.chunks * tile.batch_tiles // tile.at_once)
-    vector = tile.at_once * 4 * min(2, pieces) if tile.grid else 12
-    sums = tile.row_tiles * (4 if tile.row_tiles >= 4 else 8)
-    item = {"lstm": 18, "gru": 18, "rnn_tanh": 10, "rnn_relu": 10}[tile.cell] * tile.items
+    vectors = tile.at_once * 4 * min(2, pieces) if tile.grid else 20
+    item = {"lstm": 11, "gru": 11, "rnn_tanh": 8, "rnn_relu": 8}[tile.cell] * tile.items
     split = 30 if tile.numbers == "tf32x3" else 0  # a product's two parts
-    return tile.weight_registers + vector + sums + item + split + 36
+    kernel = 79 if tile.kernel == "backward" else 74
+    return tile.weight_registers + vectors * 2 // 5 + tile.sums * 2 // 3 + item + split + kernel
 
 
 def candidates(ask: Request, chip: Chip) -> Iterator[Geometry]:
@@ -163,11 +163,14 @@ def _tiles(
 ) -> Iterator[Tile]:
     outer = GATES[ask.cell] if ask.kernel == "forward" else 1
     owners = cluster if grid else 1
-    tiles = -(-outer * units * owners // TILE_ROWS)
     own_chunks = -(-chunks // owners)
-    for warps in (1, 2, 4, 8, 16) if tiles * own_chunks < 4 else (4, 8, 16):
+    small = outer * units * owners * own_chunks < 4 * TILE_ROWS
+    for warps in (1, 2, 4, 8, 16) if small else (4, 8, 16):
         for row_warps in (1, 2, 4, 8, 16):
             k_warps = warps // row_warps
+            # where sums stay in registers a unit has one row of a tile or four
+            rows = 4 if outer > 1 and not grid and k_warps == 1 else outer
+            tiles = -(-rows * units * owners // TILE_ROWS)
             # the vector would be read from memory once for each row of warps
             if (
                 k_warps == 0
@@ -179,6 +182,7 @@ def _tiles(
             row_tiles, k_chunks = -(-tiles // row_warps), -(-own_chunks // k_warps)
             batch_tiles = -(-group_batch // TILE_SEQUENCES)
             for at_once in _at_once(k_chunks * batch_tiles) if grid else (1,):
+                fitting = []
                 for register_tiles in range(row_tiles, 0, -1):
                     tile = Tile(
                         *(ask.kernel, ask.cell, ask.numbers, units, row_warps, k_warps),
@@ -187,8 +191,13 @@ def _tiles(
                         features=ask.features,
                     )
                     if registers(tile) <= min(255, 65536 // tile.threads):
-                        yield tile
-                        break
+                        fitting.append(tile)
+                # the estimate may be too low by some: then the next one does not spill
+                yield from fitting[: 1 if fitting[:1] and _fits_easily(fitting[0]) else 2]
+
+
+def _fits_easily(tile: Tile) -> bool:
+    return registers(tile) <= min(255, 65536 // tile.threads) - 24
 
 
 def _at_once(vectors: int) -> Iterator[int]:

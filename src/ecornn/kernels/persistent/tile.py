@@ -17,6 +17,9 @@ TILE_SEQUENCES = 8
 #: Bytes of the inner dimension that the four lanes of a row load at once.
 CHUNK_BYTES = 64
 
+#: Steps that values are asked for before they are used; as in `items.cuh`.
+AHEAD = 2
+
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -75,8 +78,15 @@ class Tile:
         return self.cluster if self.grid else 1
 
     @property
+    def direct(self) -> bool:
+        """Whether sums stay in the registers of the warp that makes them."""
+        return not self.grid and self.k_warps == 1
+
+    @property
     def items(self) -> int:
         """(unit, sequence) pairs of a thread."""
+        if self.direct:
+            return self.row_tiles * self.batch_tiles * (4 if self.outer == 1 else 1)
         return -(-self.units * self.sequences // self.threads)
 
     @cached_property
@@ -88,19 +98,35 @@ class Tile:
         row += CHUNK_BYTES if row % 128 == 0 else 0
         vectors = 0 if self.grid else self.sequences * row
         block_rows = self.row_warps * self.row_tiles * TILE_ROWS
-        partial = self.k_warps * self.sequences * (block_rows + 4) * 4
+        partial = 0 if self.direct else self.k_warps * self.sequences * (block_rows + 4) * 4
         received = 0
         if self.owners > 1:
             received = self.owners * self.sequences * self.outer * self.units * 4
         stage = 0
         if not self.grid and self.cluster > 1:
             stage = self.threads * self.inner * self.element_bytes
-        total = weight_bytes + 2 * vectors + self.partial_buffers * partial + 2 * received + stage
-        return total + 16
+        stream = AHEAD * self.items * self._parts * self.threads * self.element_bytes
+        sums = self.partial_buffers * partial + 2 * received
+        return weight_bytes + 2 * vectors + sums + stream + stage + 16
+
+    @property
+    def _parts(self) -> int:
+        """Values that an item reads from memory at each step."""
+        if self.kernel != "backward":
+            return GATES[self.cell]
+        return {"lstm": 7, "gru": 6}.get(self.cell, 2)
 
     @property
     def weight_registers(self) -> int:
         return self.register_tiles * self.chunks * 8
+
+    @property
+    def sums(self) -> int:
+        """Registers of a thread for the sums of one batch tile, with those of chains apart."""
+        chains = 1 if self.row_tiles >= 4 else 2
+        if not self.grid and self.row_tiles == 1 and self.chunks > 1:
+            chains = 4
+        return self.row_tiles * chains * 4
 
     def variant(self, arch: str) -> Variant:
         constants = {
