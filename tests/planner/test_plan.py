@@ -194,7 +194,8 @@ class TestPersistent:
         [
             ({"hidden": 64, "dtype": torch.float32, "brief": False}, True),
             ({"hidden": 64, "dtype": torch.float16, "brief": True}, True),
-            ({"hidden": 64, "dtype": torch.float16, "brief": True, "captured": True}, False),
+            ({"hidden": 64, "dtype": torch.float16, "batch": 4, "captured": True}, True),
+            ({"hidden": 64, "dtype": torch.float16, "batch": 16, "captured": True}, False),
             ({"hidden": 64, "dtype": torch.bfloat16, "brief": True}, False),
             ({"hidden": 128, "dtype": torch.float32, "brief": True, "needs_grad": True}, True),
             ({"hidden": 128, "dtype": torch.float16, "brief": True, "needs_grad": True}, True),

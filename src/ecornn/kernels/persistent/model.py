@@ -1,9 +1,9 @@
 """How long a step of a persistent kernel takes, by a small linear model that can be printed.
 
-The terms are counts that follow from the tile; the weights were fitted to 2,900 tiles measured on
-an H200 (bfloat16 and TF32, H from 64 to 2048, 1 to 64 sequences). Nine tiles in ten are predicted
-within a quarter of what they take: enough to leave out what is hopeless, not to tell the two best
-apart, which is what the measured table in `tuned.json` is for.
+The terms are counts that follow from the tile; the weights were fitted to a thousand LSTM tiles
+measured on an H200 (bfloat16 and TF32, H from 64 to 2048, 1 to 64 sequences). 96 of a hundred are
+predicted within a quarter of what they take: enough to leave out what is hopeless, not to tell the
+two best apart, which is what the measured table in `tuned.json` is for.
 """
 
 from __future__ import annotations
@@ -13,50 +13,54 @@ from ecornn.kernels.persistent.tile import CHUNK_BYTES, Geometry, Tile
 #: Microseconds a unit of each term, by (kernel, whether all blocks exchange through L2).
 WEIGHTS: dict[tuple[str, bool], dict[str, float]] = {
     ("forward", True): {
-        "start": 0.57,
-        "chain": 0.12,
-        "products": 0.22,
-        "kilobytes": 0.027,
-        "pieces": 0.16,
-        "polled megabytes": 0.11,
-        "reduction": 0.87,
-        "reduced kilobytes": 0.074,
-        "items": 0.36,
-        "warps": 0.05,
+        "start": 0.58,
+        "chain": 0.086,
+        "products": 0.34,
+        "kilobytes": 0.021,
+        "pieces": 0.18,
+        "polled megabytes": 0.07,
+        "reduction": 0.48,
+        "reduced kilobytes": 0.059,
+        "items": 0.43,
+        "warps": 0.058,
+        "wide numbers": 0.0069,
     },
     ("forward", False): {
-        "start": 0.46,
-        "large cluster": 0.087,
-        "chain": 0.0015,
-        "products": 0.34,
-        "kilobytes": 0.048,
-        "kilobytes read by all row warps": 0.0079,
-        "partial sums": 0.006,
-        "weights in shared memory": 0.11,
-        "items": 0.3,
-        "wide numbers": 0.13,
+        "start": 0.42,
+        "large cluster": 0.041,
+        "chain": 0.01,
+        "products": 0.28,
+        "kilobytes": 0.056,
+        "kilobytes read by all row warps": 0.0066,
+        "partial sums": 0.0098,
+        "weights in shared memory": 0.099,
+        "items": 0.33,
+        "wide numbers": 0.16,
     },
     ("backward", True): {
-        "start": 0.59,
-        "chain": 0.034,
-        "products": 0.3,
-        "kilobytes": 0.022,
-        "pieces": 0.2,
-        "polled megabytes": 0.0069,
-        "reduction": 0.5,
-        "reduced kilobytes": 0.17,
-        "weights in shared memory": 0.021,
-        "warps": 0.05,
+        "start": 0.75,
+        "chain": 0.086,
+        "products": 0.36,
+        "kilobytes": 0.018,
+        "pieces": 0.086,
+        "polled megabytes": 0.1,
+        "reduction": 0.48,
+        "reduced kilobytes": 0.13,
+        "weights in shared memory": 0.0064,
+        "items": 0.27,
+        "warps": 0.0096,
     },
     ("backward", False): {
-        "start": 0.63,
-        "large cluster": 0.016,
-        "chain": 0.021,
-        "products": 0.43,
-        "kilobytes": 0.051,
+        "start": 0.59,
+        "large cluster": 0.055,
+        "chain": 0.008,
+        "products": 0.37,
+        "kilobytes": 0.057,
+        "kilobytes read by all row warps": 0.0021,
+        "partial sums": 0.011,
         "weights in shared memory": 0.13,
-        "items": 0.31,
-        "wide numbers": 0.31,
+        "items": 0.33,
+        "wide numbers": 0.26,
     },
 }
 
