@@ -127,9 +127,7 @@ def _cudnn_is_quicker(spec: RnnSpec) -> bool:
     host_counts = spec.brief and not spec.captured
     if spec.hidden <= 64:
         few = 0 < spec.batch < 16
-        return spec.dtype == torch.float32 or (
-            spec.dtype == torch.float16 and (host_counts or few)
-        )
+        return spec.dtype == torch.float32 or (spec.dtype == torch.float16 and (host_counts or few))
     if spec.hidden <= 128 and spec.dtype in (torch.float16, torch.float32):
         return host_counts and spec.needs_grad
     aligned = spec.hidden % 128 == 0 and spec.input_size % 128 == 0 and spec.batch == 16
