@@ -10,7 +10,7 @@ from ecornn.bench.cases import Case
 from ecornn.bench.compare import by_target, judge, pairs, ratio, tally, worst
 from ecornn.bench.draw import draw, missing
 from ecornn.bench.plot import Plot, plots_of
-from ecornn.bench.results import Results, Row, Scalar, read, rows_by_case
+from ecornn.bench.results import Results, Row, Scalar, layer_rows, read
 from ecornn.bench.targets import TARGETS
 from ecornn.errors import InvalidInput
 
@@ -100,7 +100,7 @@ def _listed(environment: Mapping[str, Scalar]) -> str:
 def _by_contenders(rows: Iterable[Row]) -> CasesByContenders:
     """Cases that the same contenders ran share a table."""
     found: CasesByContenders = {}
-    for case, contenders in rows_by_case(rows).items():
+    for case, contenders in layer_rows(rows).items():
         found.setdefault(tuple(contenders), {})[case] = contenders
     return found
 

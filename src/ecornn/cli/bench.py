@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from ecornn.bench.compare import Judgement
+    from ecornn.bench.compare import AnyTarget, Judgement
     from ecornn.bench.results import Row
-    from ecornn.bench.targets import AnyTarget
 
 app = typer.Typer(help="Measure the layers beside torch.nn's.", no_args_is_help=True)
 

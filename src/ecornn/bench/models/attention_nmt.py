@@ -79,7 +79,9 @@ class AttentionNMT(nn.Module):
         hidden = size.hidden
         self.source_embedding = nn.Embedding(size.source_words, hidden, padding_idx=PADDING)
         self.target_embedding = nn.Embedding(size.target_words, hidden, padding_idx=PADDING)
-        self.encoder = nn.LSTM(hidden, hidden, size.layers, dropout=size.dropout)
+        # Layers of their own: the dropout inside cuDNN's stack takes no seed after its first use,
+        # so that no two runs of it could be compared.
+        self.encoder = nn.ModuleList(nn.LSTM(hidden, hidden) for _ in range(size.layers))
         self.keys = nn.Linear(hidden, hidden, bias=False)
         self.decoder = DecoderStep(hidden, size.layers, size.dropout)
         self.dropout = nn.Dropout(size.dropout)
@@ -87,11 +89,13 @@ class AttentionNMT(nn.Module):
 
     def forward(self, source_SB: Tensor, target_TB: Tensor) -> Tensor:
         """The mean loss a word, of all target words but the first."""
-        embedded_SBH = self.dropout(self.source_embedding(source_SB))
-        encoded_SBH, (h_LBH, c_LBH) = self.encoder(embedded_SBH)
-        values_BSH = encoded_SBH.transpose(0, 1).contiguous()
+        x_SBH = self.source_embedding(source_SB)
+        states: list[State] = []
+        for layer in self.encoder:
+            x_SBH, (h_1BH, c_1BH) = layer(self.dropout(x_SBH))
+            states.append((h_1BH[0], c_1BH[0]))
+        values_BSH = x_SBH.transpose(0, 1).contiguous()
         keys_BSH = self.keys(values_BSH)
-        states = list(zip(h_LBH.unbind(), c_LBH.unbind(), strict=True))
         fed_BH = torch.zeros_like(values_BSH[:, 0])
         outputs = []
         for word_BH in self.target_embedding(target_TB[:-1]).unbind():

@@ -1,4 +1,5 @@
-"""A word-level language model: embedding, `nn.LSTM`, output, the embedding's weights reused.
+"""A word-level language model: embedding, layers of `nn.LSTM`, output; the embedding is the output
+matrix too.
 
 The vocabulary is that of WikiText-2, batch and window those that are common for it. float32, as
 this model is trained; cuDNN's LSTM then uses TF32.
@@ -31,14 +32,18 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(size.words, size.hidden)
         nn.init.normal_(self.embedding.weight, std=size.hidden**-0.5)
         self.dropout = nn.Dropout(size.dropout)
-        self.lstm = nn.LSTM(size.hidden, size.hidden, size.layers, dropout=size.dropout)
+        # Layers of their own: the dropout inside cuDNN's stack takes no seed after its first use,
+        # so that no two runs of it could be compared.
+        self.layers = nn.ModuleList(nn.LSTM(size.hidden, size.hidden) for _ in range(size.layers))
         self.output = nn.Linear(size.hidden, size.words)
         self.output.weight = self.embedding.weight
 
     def forward(self, words_TB: Tensor) -> Tensor:
         """The mean loss of every word but the first."""
-        hidden_TBH, _ = self.lstm(self.dropout(self.embedding(words_TB[:-1])))
-        scores_TBV = self.output(self.dropout(hidden_TBH))
+        hidden_TBH = self.dropout(self.embedding(words_TB[:-1]))
+        for layer in self.layers:
+            hidden_TBH = self.dropout(layer(hidden_TBH)[0])
+        scores_TBV = self.output(hidden_TBH)
         return F.cross_entropy(scores_TBV.flatten(0, 1), words_TB[1:].flatten())
 
 

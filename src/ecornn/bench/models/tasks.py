@@ -109,7 +109,8 @@ LANGUAGE_MODEL = Task(
     lstm_language_model.Size(40, hidden=16, length=6, batch=4),
     optimizer="sgd",
     autocast=False,
-    blocks=("lstm",),
+    blocks=("layers.*",),
+    drawless=("layers.*",),
 )
 DECODER_ONLY = Task(
     "gpt2",
