@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from ecornn.echo.analysis.machine import Machine, machine_of
+from ecornn.echo.analysis.measured import Measured
 from ecornn.echo.graph import Graph, Operation
-
-#: What may be run a second time, and so may be measured.
-MEASURABLE = ("cheap", "product")
+from ecornn.settings import settings
 
 
 @dataclass(frozen=True)
@@ -25,14 +23,6 @@ class Figure:
     why: str = ""
 
 
-class Measured(Protocol):
-    """A table of measured times; None, with the reason kept, for what could not be measured."""
-
-    def seconds(self, operation: Operation) -> float | None: ...
-
-    def why_not(self, operation: Operation) -> str: ...
-
-
 @dataclass
 class CostModel:
     """Times of operations. Equal calls are looked up once."""
@@ -42,11 +32,14 @@ class CostModel:
     _machines: dict[torch.device | None, Machine] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: Graph) -> CostModel:
-        """A model with a figure for every operation of a graph."""
-        model = cls()
+    def of(cls, graph: Graph, *, measure: bool = False) -> CostModel:
+        """A model with a figure for every operation of a graph. With `measure`, each unique
+        operator that may be run again is run on its device, unless that was done before."""
+        model = cls(Measured(settings().cache / "echo-costs") if measure else None)
         for operation in graph.operations:
             model.figure(operation)
+        if model.measured is not None:
+            model.measured.save()
         return model
 
     def seconds(self, operation: Operation) -> float:
@@ -63,13 +56,11 @@ class CostModel:
 
     def _look_up(self, operation: Operation) -> Figure:
         reason = "not asked to measure"
-        if self.measured is not None and operation.kind in MEASURABLE:
-            seconds = self.measured.seconds(operation)
-            if seconds is not None:
-                return Figure(seconds, "measured")
-            reason = self.measured.why_not(operation)
-        elif self.measured is not None:
-            reason = f"never run again: {operation.kind}"
+        if self.measured is not None:
+            found = self.measured.look_up(operation)
+            if not isinstance(found, str):
+                return Figure(found, "measured")
+            reason = found
         machine = self._machine(operation.work.device)
         seconds = machine.seconds(operation.work, product=operation.kind == "product")
         return Figure(seconds, "roofline", f"{machine.name}, {machine.source}; {reason}")
@@ -89,7 +80,8 @@ class CostModel:
                 row = (operation.target, figure.source, figure.why)
                 total[row] += figure.seconds  # type: ignore[assignment]
                 times[row] += 1
-        lines = [f"{sum(total.values()) * 1e6:12.1f} µs in all"]
+        trouble = self.measured.trouble if self.measured is not None else []
+        lines = [*trouble, f"{sum(total.values()) * 1e6:12.1f} µs in all"]
         for row, seconds in total.most_common():
             target, source, why = row
             told = f" ({why})" if why else ""
