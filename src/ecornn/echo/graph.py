@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from ecornn.echo.work import NOTHING, Work, work_of
 from ecornn.errors import EcornnError
 
 
@@ -64,6 +65,7 @@ class Operation:
     uses: tuple[int, ...]
     holds: tuple[int, ...]  # storages that its result refers to
     several: bool = False  # its result is a tuple
+    work: Work = NOTHING
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,15 @@ class _Recorder(fx.Interpreter):
         self._known: dict[StorageWeakRef, int] = {}
         self._alive: list[Tensor] = []  # so that no storage's identity is used again
         self._outputs: tuple[int | None, ...] = ()
+        self._work = NOTHING  # of the call that was just made
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().call_function(target, args, kwargs)
+        self._work = work_of(target, args, kwargs, result)
+        return result
 
     def run_node(self, n: fx.Node) -> Any:
+        self._work = NOTHING
         result = super().run_node(n)
         if n.op == "output":
             leaving = tree_leaves(n.args[0], is_leaf=lambda leaf: leaf is None)
@@ -199,7 +208,7 @@ class _Recorder(fx.Interpreter):
         self._place[n] = len(self._operations)
         several = isinstance(result, tuple | list)
         self._operations.append(
-            Operation(n.name, str(n.target), kind, uses, tuple(sorted(holds)), several)
+            Operation(n.name, str(n.target), kind, uses, tuple(sorted(holds)), several, self._work)
         )
         return result
 
