@@ -11,6 +11,7 @@ import torch
 
 from ecornn.bench.calls import capture
 from ecornn.bench.models.step import Step
+from ecornn.bench.models.tasks import task_named
 from ecornn.bench.timing import clock_for, garbage_collected_before, summarize
 from ecornn.bench.training.accuracy import bound, compare_with_eager, has_draws
 from ecornn.bench.training.build import NotMeasurable, build
@@ -125,7 +126,7 @@ class Measurement:
         eager.clear()
 
     def _find_batch(self) -> None:
-        start = build(EAGER, self.case, "cpu" if self.device.type == "cpu" else "cuda").samples
+        start = task_named(self.case.model).size(self.case.size).batch
         limit = int((self.case.memory_gib or 0.0) * GIB)
         began = time.perf_counter()
         found = largest(
@@ -147,7 +148,9 @@ class Measurement:
             for _ in range(2):
                 self.step()
             peak = peak_bytes(self.step)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             self.step = self.run = None
             return None
         limit = (self.case.memory_gib or 0.0) * GIB
@@ -172,6 +175,15 @@ def predicted_peak(compiled: Any) -> float | None:
     explain = getattr(compiled, "explain", None)
     found = None if explain is None else getattr(explain(), "predicted_peak_bytes", None)
     return None if found is None else int(found)
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Also where a compiler has wrapped the error in one of its own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def wait(device: torch.device) -> None:

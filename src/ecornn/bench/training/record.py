@@ -18,6 +18,7 @@ from ecornn.bench.runners import choose_device, tf32_where_it_is_faster
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import contenders_for
 from ecornn.bench.training.schedule import COMMAND, Job, Limits, groups, run_jobs
+from ecornn.errors import InvalidInput
 
 BENCHMARK = "echo"
 
@@ -77,6 +78,19 @@ def record(
     return Recording(results(), tuple(measured))
 
 
+def check_device(device: str, *, tiny: bool) -> None:
+    """Before the first process is started."""
+    if device not in ("cuda", "cpu"):
+        raise InvalidInput("device", repr(device), "cuda or cpu", "name one")
+    if device == "cpu" and not tiny:
+        raise InvalidInput(
+            "device",
+            "cpu for models of full size, which would take hours",
+            "cuda, or cpu with --tiny",
+            "add --tiny",
+        )
+
+
 def make_plan(cases: Sequence[ModelCase], options: Options, known: Known) -> Plan:
     plan: Plan = []
     for case in cases:
@@ -128,7 +142,9 @@ def estimate(jobs: Sequence[Job], known: Known, limits: Limits) -> float:
             for metric in ("prepare_s", "measure_s")
         )
         assumed = [
-            limits.prepare_s if job.contender.unrolled else ASSUMED_PREPARE_S[job.contender.kind]
+            limits.prepare_limit_s(job.case, job.contender)
+            if job.contender.unrolled
+            else ASSUMED_PREPARE_S[job.contender.kind]
             for job in group
         ]
         total += max(a if p is None else p for p, a in zip(prepare, assumed, strict=True))

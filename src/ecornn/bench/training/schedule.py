@@ -29,11 +29,17 @@ COMMAND = (sys.executable, "-m", "ecornn.bench.training.worker")
 @dataclass(frozen=True)
 class Limits:
     """`workers`: so many processes prepare at once. `prepare_s`, `measure_s`: how long each may
-    take for either before it is killed."""
+    take for either before it is killed; `patience` times as long for what compiles several times,
+    or a loop unrolled."""
 
     workers: int = 6
     prepare_s: float = 150.0
     measure_s: float = 60.0
+    patience: float = 3.0
+
+    def prepare_limit_s(self, case: ModelCase, contender: Contender) -> float:
+        patient = contender.unrolled or case.part == "batch"
+        return self.prepare_s * (self.patience if patient else 1.0)
 
 
 @dataclass
@@ -68,7 +74,7 @@ def run_jobs(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ecornn-bench-")))
             children = []
             for i, job in enumerate(group):
-                child = Child(command, _environment(folder / str(i)))
+                child = Child(command, _environment(folder / str(i), job.case))
                 children.append(stack.enter_context(child))
                 child.send(
                     {
@@ -90,22 +96,23 @@ def run_jobs(
                 yield job
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """A cold cache of its own for each, so that nobody's set-up profits from another's; and what
-    cuBLAS needs in order to give the same result twice."""
+def _environment(folder: Path, case: ModelCase) -> dict[str, str]:
+    """Cold caches of its own for each, so that nobody's set-up profits from another's."""
     folder.mkdir()
     changes = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
         "TRITON_CACHE_DIR": str(folder / "triton"),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "ECORNN_CACHE": str(folder / "ecornn"),
     }
+    if case.part == "check":  # what cuBLAS needs in order to give the same result twice
+        changes["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return child_environment(PACKAGE, changes)
 
 
 def _prepared(job: Job, child: Child, limits: Limits) -> bool:
     """Whether it is ready to be measured; if not, its metrics are there, or why there are none."""
     try:
-        message = child.receive(child.began + limits.prepare_s)
+        message = child.receive(child.began + limits.prepare_limit_s(job.case, job.contender))
     except NoAnswer as error:
         job.lose(error)
         child.close()

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from ecornn.bench.cases import Where
 from ecornn.bench.compare import Judgement
 from ecornn.bench.results import AnyCase, Row
-from ecornn.bench.training.contenders import ALL
+from ecornn.bench.training.cases import NAMED, ModelCase
+from ecornn.bench.training.contenders import ALL, EAGER
 from ecornn.bench.training.record import BENCHMARK
 
 Rows = Mapping[str, Row]
@@ -107,9 +108,14 @@ class MeanRatio(Ratio):
         return f"mean {super().__str__()}"
 
     def judge(self, cases: Cases) -> list[Judgement]:
-        if not cases:
-            return []
-        return [self._judgement(None, lambda: mean(self.found(rows) for rows in cases.values()))]
+        return [self._judgement(None, partial(self._mean, cases))]
+
+    def _mean(self, cases: Cases) -> float:
+        there = {str(case.name) for case in cases if isinstance(case, ModelCase)}
+        left_out = [name for name in NAMED if name not in there]
+        if left_out:
+            raise Missing(EAGER.name, f"not measured on {', '.join(left_out)}")
+        return mean(self.found(rows) for rows in cases.values())
 
 
 @dataclass(frozen=True)
