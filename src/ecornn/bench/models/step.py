@@ -31,6 +31,7 @@ class Step:
         capturable: bool = False,
     ) -> None:
         self.task, self.device, self.samples = task, device, batch
+        self.autocast = task.autocast
         torch.manual_seed(seed)
         with device:
             self.model = task.make_model(size)
@@ -44,7 +45,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.task.autocast):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             found: Tensor = self.run(*self.batch)
         return found
 

@@ -54,7 +54,9 @@ def _following(
     if len(peaks) > 1:
         guess = _extrapolated(peaks, limit)
     elif peaks:
-        guess = min(LEAP * fits, max(fits + grain, int(fits * MARGIN * limit / peaks[fits])))
+        guess = min(
+            LEAP * fits, max(fits + grain, int(fits * MARGIN * limit / max(peaks[fits], 1)))
+        )
     else:
         guess = (refused or start) // LEAP
     guess = max(guess // grain * grain, min(grain, start), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from ecornn.bench.calls import capture
 from ecornn.bench.models.step import Step
 from ecornn.bench.models.tasks import task_named
 from ecornn.bench.timing import clock_for, garbage_collected_before, summarize
-from ecornn.bench.training.accuracy import bound, compare_with_eager, has_draws
+from ecornn.bench.training.accuracy import bound, compare_with_eager, has_draws, ieee
 from ecornn.bench.training.build import NotMeasurable, build
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import EAGER, Contender
@@ -56,11 +57,24 @@ class Measurement:
                 self._find_batch()
             return
         self.step = build(self.contender, self.case, self.device.type)
-        self._first_steps()
-        alike = self.contender.draws_as_eager or not has_draws(self.step.model)
-        if self.case.part == "check" or (alike and self.contender is not EAGER):
-            self._compare()
+        if self.case.part == "check":
+            # torch's own kernels round as eager does, whatever the precision
+            precise = not self.contender.draws_as_eager
+            self.step.autocast &= not precise
+            with ieee(self.device) if precise else nullcontext():
+                self._first_steps()
+                self._compare()
+        else:
+            self._first_steps()
+            if self._comparable():
+                self._compare()
         collect(self.device)
+
+    def _comparable(self) -> bool:
+        """Draws and rounding are eager's, or there is nothing to draw and little to round."""
+        assert self.step is not None
+        alike = not has_draws(self.step.model) and not self.step.autocast
+        return self.contender is not EAGER and (self.contender.draws_as_eager or alike)
 
     def measure(self) -> None:
         if self.case.part == "check":
@@ -118,7 +132,8 @@ class Measurement:
         found = compare_with_eager(step, eager, SEED, passes)
         self.metrics |= found.metrics()
         if self.case.part == "check" and not found.bitwise:
-            again = compare_with_eager(eager, build(EAGER, self.case, self.device.type), SEED)
+            twin = build(EAGER, self.case, self.device.type)
+            again = compare_with_eager(eager, twin, SEED)
             self.metrics["eager_repeats"] = int(again.bitwise)
         if found.error > bound(step):
             said = f"{found.where}: relative error {found.error:.1e}, allowed {bound(step):g}"
