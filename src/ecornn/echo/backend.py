@@ -124,26 +124,15 @@ def _inductor(
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
+    from ecornn.echo.inductor import EchoPartitioner
+
     # AOTAutograd's cache would skip the partitioner, and with it what explain() tells. The cache
     # of compiled code, which is what takes long, stays.
     with functorch_config.patch(enable_autograd_cache=False):
-        patches = {"custom_partitioner_fn": for_inductor(partition)}
+        patches = {"custom_partitioner_fn": EchoPartitioner(partition, partition.key())}
         compiled = compile_fx(module, inputs, config_patches=patches)
     assert callable(compiled)
     return compiled
-
-
-def for_inductor(partition: _Partition) -> Any:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-    class EchoPartitioner(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **settings: Any) -> Modules:
-            return partition(gm, joint_inputs, **settings)
-
-        def uuid(self) -> str:
-            return partition.key()
-
-    return EchoPartitioner()
 
 
 @cache
