@@ -36,7 +36,7 @@ class Translator(nn.Module):
     def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         values_BSH = torch.tanh(self.embed(source_BS))
         keys_BSH = self.keys(values_BSH)
-        state = (values_BSH.mean(1), torch.zeros_like(values_BSH[:, 0]))
+        state = (values_BSH.mean(1), values_BSH.amax(1))
         found = []
         for word_BH in self.embed(target_BT).unbind(1):
             state = self.step(word_BH, state, keys_BSH, values_BSH)

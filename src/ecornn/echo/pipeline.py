@@ -90,8 +90,9 @@ def decide(
     seconds = tuple(costs.seconds(operation) for operation in passes.graph.operations)
     refused: list[tuple[str, str]] = []
     candidates = _stock(module, inputs, passes, seconds, request, refused)
-    found, limits = plans_for(request.memory, passes, seconds, request.calls)
-    there = {candidate.strategy for candidate in candidates}
+    there = {candidate.strategy: candidate.estimate for candidate in candidates}
+    before = there["keep all"].peak(request.calls) if "keep all" in there else 0
+    found, limits = plans_for(request.memory, passes, seconds, request.calls, before)
     candidates += [
         Candidate(one.plan.label, one.estimate, plan=one.plan)
         for one in found

@@ -97,6 +97,10 @@ def _values(joint: fx.GraphModule, decision: Decision) -> list[Value]:
     between, runs = _of_split(decision)
     again = run_again(passes, plan.kept) if plan else frozenset[int]()
     found = []
+    makers: dict[int, int] = {}  # by storage
+    for i, operation in enumerate(operations):
+        for storage in operation.holds:
+            makers.setdefault(storage, i)
     counted: set[int] = set(passes.held_anyway)  # a storage counts for the first that refers to it
     for i in sorted((passes.needed | set(between)) - set(passes.graph.inputs)):
         operation = operations[i]
@@ -106,11 +110,11 @@ def _values(joint: fx.GraphModule, decision: Decision) -> list[Value]:
             continue
         counted |= own
         kept = i in between
-        node = nodes[operation.name]
-        maker = operations[operation.uses[0]] if "getitem" in operation.target else operation
+        made = operations[min((makers[s] for s in own or operation.holds), default=i)]
+        node = nodes[made.name]
         found.append(
             Value(
-                *(operation.name, maker.target, module_path(node), source_line(node)),
+                *(operation.name, made.target, module_path(node), source_line(node)),
                 bytes=sum(passes.graph.storages[s] for s in own),
                 kept=kept,
                 runs=runs[i],

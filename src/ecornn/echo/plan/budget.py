@@ -48,13 +48,18 @@ def _bytes_of_inputs(passes: Passes) -> int:
 
 
 def plans_for(
-    memory: Memory, passes: Passes, seconds: Sequence[float], calls: int
+    memory: Memory,
+    passes: Passes,
+    seconds: Sequence[float],
+    calls: int,
+    keep_all_peak: int = 0,
 ) -> tuple[list[Found], Limits]:
-    """Every plan that was estimated, and the limits that were meant."""
+    """Every plan that was estimated, and the limits that were meant. `keep_all_peak`: of torch's
+    own way to keep all, which may differ a little from ours."""
     search = Search(passes, seconds, calls)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
-    limits = limits_of(memory, passes, search.peak(keep_all), sum(seconds))
+    limits = limits_of(memory, passes, max(search.peak(keep_all), keep_all_peak), sum(seconds))
     # the best few of the families, with as many of their groups as the limits call for
     for one in search.best():
         fits = limits.bytes
