@@ -10,15 +10,19 @@ small, and results that share one large source are decided together.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ecornn.echo.passes import Passes
 
 RERUN = ("cheap", "view")
 
 
-def bidirectional(passes: Passes) -> frozenset[int]:
-    """The forward results to keep; all others that are needed follow from these and the inputs."""
-    kept, reached = _ends(passes)
-    readers = _readers(passes, reached)
+def bidirectional(passes: Passes, also: Collection[int] = ()) -> frozenset[int]:
+    """The forward results to keep; all others that are needed follow from these and the inputs.
+    `also` are operations that may be run again although their kind is not cheap."""
+    rerun = {i for i, op in enumerate(passes.graph.operations) if op.kind in RERUN} | set(also)
+    kept, reached = _ends(passes, rerun)
+    readers = _readers(passes, reached, rerun)
     settled: set[int] = set()
     while frontier := _frontier(passes, reached, kept, settled):
         for group in _groups(passes, frontier):
@@ -33,10 +37,10 @@ def _there_anyway(passes: Passes, i: int) -> bool:
     """Inputs, and views of them: a view costs nothing to make again."""
     operation = passes.graph.operations[i]
     of_inputs = operation.kind == "view" and all(_there_anyway(passes, u) for u in operation.uses)
-    return operation.kind == "input" or of_inputs
+    return operation.kind in ("input", "constant") or of_inputs
 
 
-def _ends(passes: Passes) -> tuple[set[int], set[int]]:
+def _ends(passes: Passes, rerun: set[int]) -> tuple[set[int], set[int]]:
     """(results that cannot be recomputed, everything between them and what is needed)"""
     operations = passes.graph.operations
     ends: set[int] = set()
@@ -47,18 +51,18 @@ def _ends(passes: Passes) -> tuple[set[int], set[int]]:
         if i in reached:
             continue
         reached.add(i)
-        if operations[i].kind in RERUN:
+        if i in rerun:
             waiting += operations[i].uses
         else:
             ends.add(i)
     return ends, reached
 
 
-def _readers(passes: Passes, reached: set[int]) -> dict[int, set[int]]:
+def _readers(passes: Passes, reached: set[int], rerun: set[int]) -> dict[int, set[int]]:
     """By result, the operators that would read it again."""
     found: dict[int, set[int]] = {i: set() for i in reached}
     for i in reached:
-        if passes.graph.operations[i].kind in RERUN:
+        if i in rerun:
             for used in passes.graph.operations[i].uses:
                 found[used].add(i)
     return found
