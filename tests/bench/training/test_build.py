@@ -85,7 +85,7 @@ def test_only_blocks_without_draws_are_wrapped_for_a_graph() -> None:
         build(replayed(CHECKPOINT), tiny("gpt2"), "cpu")
 
 
-@pytest.mark.parametrize("contender", [COMPILE, BUDGETS[1], AGGRESSIVE], ids=lambda c: c.name)
+@pytest.mark.parametrize("contender", [COMPILE, BUDGETS[1]], ids=lambda c: c.name)
 def test_options_of_torch_change_what_is_kept_and_nothing_else(
     contender: Any, quick_compiler: list[Any]
 ) -> None:

@@ -82,6 +82,7 @@ class TestContenders:
 
     def test_some_can_be_named(self) -> None:
         assert [c.name for c in contenders_for(self.step, "cuda", ["echo"])] == ["echo"]
+        assert contenders_for(self.step, "cpu", ["eager+graph"]) == ()
         with pytest.raises(InvalidInput, match="contender"):
             contenders_for(self.step, "cuda", ["eco"])
 

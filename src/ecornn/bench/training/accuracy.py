@@ -18,8 +18,7 @@ Named = dict[str, Tensor]
 SMALL = 1e-2
 
 #: Largest error allowed, by the precision of the products. A wrong mask or a gradient that is left
-#: out gives about 1; rounding in another order gives far less. bfloat16 has none: whoever rounds
-#: elsewhere than eager is then compared in IEEE float32, where it shows what it does.
+#: out gives about 1; rounding in another order gives far less.
 BOUNDS = {"ieee": 1e-3, "tf32": 1e-2}
 
 

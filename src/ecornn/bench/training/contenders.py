@@ -93,14 +93,12 @@ ALL = {c.name: c for c in (*(c for part in CONTENDERS.values() for c in part), U
 def contenders_for(
     case: ModelCase, device: str, names: Sequence[str] = (), *, unrolled: bool = False
 ) -> tuple[Contender, ...]:
-    """Those of the case's part, or of them those named. `unrolled` adds the row of the model that
+    """Those of the case's part, or those named. `unrolled` adds the row of the model that
     is compiled as a whole, which takes minutes."""
-    found = CONTENDERS[case.part]
-    if unrolled and case.part == "step" and case.name == "nmt-50":
-        found = (*found, UNROLLED)
-    if device != "cuda":
-        found = tuple(contender for contender in found if not contender.graph)
     for name in names:
         if name not in ALL:
             raise InvalidInput("contender", repr(name), f"one of {', '.join(ALL)}", "name one")
-    return tuple(c for c in found if not names or c.name in names)
+    found = tuple(ALL[name] for name in names) or CONTENDERS[case.part]
+    if unrolled and case.part == "step" and case.name == "nmt-50":
+        found = (*found, UNROLLED)
+    return tuple(contender for contender in found if device == "cuda" or not contender.graph)

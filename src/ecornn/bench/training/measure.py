@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,13 @@ from ecornn.bench.training.build import NotMeasurable, build
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import EAGER, Contender
 from ecornn.bench.training.largest import largest
-from ecornn.bench.training.memory import GIB, collect, limited_to, peak_bytes
+from ecornn.bench.training.memory import (
+    GIB,
+    collect,
+    limited_to,
+    optimizer_bytes,
+    peak_bytes,
+)
 
 WARM_UP_STEPS = 3
 SEED = 11
@@ -58,10 +63,10 @@ class Measurement:
             return
         self.step = build(self.contender, self.case, self.device.type)
         if self.case.part == "check":
-            # torch's own kernels round as eager does, whatever the precision
-            precise = not self.contender.draws_as_eager
-            self.step.autocast &= not precise
-            with ieee(self.device) if precise else nullcontext():
+            # Under autocast torch's tracing alone already rounds elsewhere than eager: no bit of
+            # a difference could be laid to whom it is due.
+            self.step.autocast = False
+            with ieee(self.device):
                 self._first_steps()
                 self._compare()
         else:
@@ -71,10 +76,12 @@ class Measurement:
         collect(self.device)
 
     def _comparable(self) -> bool:
-        """Draws and rounding are eager's, or there is nothing to draw and little to round."""
+        """Draws and rounding are eager's, or nothing is drawn and little rounded."""
         assert self.step is not None
-        alike = not has_draws(self.step.model) and not self.step.autocast
-        return self.contender is not EAGER and (self.contender.draws_as_eager or alike)
+        if self.contender.kind == "checkpoint" or self.contender.graph:
+            return self.contender.draws_as_eager or not has_draws(self.step.model)
+        drawn_alike = self.contender.draws_as_eager or not has_draws(self.step.model)
+        return self.contender is not EAGER and drawn_alike and not self.step.autocast
 
     def measure(self) -> None:
         if self.case.part == "check":
@@ -87,7 +94,7 @@ class Measurement:
         if not self.contender.graph:  # a graph's was counted when it was captured
             self.metrics["peak_bytes"] = peak_bytes(step)
         if self.contender.is_ours:
-            predicted = predicted_peak(step.run)
+            predicted = predicted_peak(step)
             self.metrics |= {} if predicted is None else {"predicted_peak_bytes": predicted}
 
     def _first_steps(self) -> None:
@@ -185,11 +192,15 @@ class Measurement:
         self.metrics["samples_per_s"] = step.samples / found.median_s
 
 
-def predicted_peak(compiled: Any) -> float | None:
-    """What Echo foretold of a step's peak, where it did."""
-    explain = getattr(compiled, "explain", None)
-    found = None if explain is None else getattr(explain(), "predicted_peak_bytes", None)
-    return None if found is None else int(found)
+def predicted_peak(step: Step) -> int | None:
+    """What Echo foretold of a step's peak: its graph's, which has the weights, their gradients and
+    the batch in it, and beside that the optimizer's state. None where the model is not one graph:
+    nobody has foretold then what the parts hold together."""
+    explain = getattr(step.run, "explain", None)
+    graphs = [] if explain is None else explain().graphs
+    if len(graphs) != 1 or graphs[0].chosen is None or graphs[0].calls != 1:
+        return None
+    return int(graphs[0].chosen.peak_bytes) + optimizer_bytes(step)
 
 
 def out_of_memory(error: BaseException | None) -> bool:

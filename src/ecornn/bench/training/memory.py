@@ -8,7 +8,7 @@ allocations that torch's profiler sees.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,13 +42,21 @@ def collect(device: torch.device) -> None:
 
 def held_bytes(step: Step) -> int:
     """Weights, gradients, buffers, optimizer state and batch, each storage once."""
-    state = step.optimizer.state_dict()["state"]
     weights = list(step.model.parameters())
-    tensors = [*weights, *(w.grad for w in weights), *step.model.buffers(), *step.batch]
-    tensors += [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    storages = {t.untyped_storage() for t in tensors if t is not None}
-    by_place = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(by_place.values())
+    gradients = [w.grad for w in weights if w.grad is not None]
+    held = [*weights, *gradients, *step.model.buffers(), *step.batch]
+    return storage_bytes(held) + optimizer_bytes(step)
+
+
+def optimizer_bytes(step: Step) -> int:
+    state = tree_leaves(step.optimizer.state_dict()["state"])
+    device = step.device.type
+    return storage_bytes(t for t in state if isinstance(t, Tensor) and t.device.type == device)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def allocated_peak(function: Callable[[], object]) -> int:
