@@ -95,7 +95,8 @@ def test_auto_spends_little_and_min_holds_least() -> None:
     peaks = [decision.chosen.estimate.peak() for decision in found.values()]
     assert peaks == sorted(peaks, reverse=True)
     auto = found["auto"]
-    assert auto.chosen.estimate.seconds_added <= 0.02 * sum(auto.seconds)
+    assert auto.prices is not None
+    assert auto.chosen.estimate.seconds_added <= 0.02 * auto.prices.step_seconds
     limit = found[0.6].limits.bytes
     assert limit is not None
     assert peaks[1] <= limit < peak_of(found[0.6], "keep all")

@@ -55,10 +55,13 @@ STATEFUL = frozenset(
     }
 )
 
+#: Kinds that may be run again.
+RERUN = ("cheap", "view")
+
 
 @dataclass(frozen=True)
 class Operation:
-    """One node. `uses` are places of earlier operations in the graph."""
+    """One node. `uses` are places of earlier operations, in the order of the arguments."""
 
     name: str
     target: str  # such as "aten.mm.default"
@@ -201,7 +204,7 @@ class _Recorder(fx.Interpreter):
             leaving = tree_leaves(n.args[0], is_leaf=lambda leaf: leaf is None)
             self._outputs = tuple(self._place.get(node) for node in leaving)
             return result
-        uses = tuple(sorted({self._place[used] for used in n.all_input_nodes}))
+        uses = tuple(dict.fromkeys(self._place[used] for used in n.all_input_nodes))
         holds = {self._storage_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
         before = {storage for used in uses for storage in self._operations[used].holds}
         number = isinstance(result, NUMBERS) and n.op != "placeholder"

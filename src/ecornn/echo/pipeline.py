@@ -15,12 +15,15 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 
 from ecornn.echo.analysis.cost import CostModel
 from ecornn.echo.analysis.liveness import simulate
-from ecornn.echo.graph import NotUnderstood, read_graph
+from ecornn.echo.analysis.machine import machine_of
+from ecornn.echo.graph import Graph, NotUnderstood, read_graph
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import NO_LIMITS, Limits, plans_for, rank, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan
+from ecornn.echo.plan.prices import Prices, fused, one_by_one
 from ecornn.echo.rewrite import Modules, duplicate, split, without_unread_draws
+from ecornn.echo.schedule import Program, Step
 from ecornn.echo.verify import differences, refusal
 
 Partitioner = Callable[..., Modules]
@@ -66,7 +69,7 @@ class Decision:
     refused: tuple[tuple[str, str], ...]
     #: None where the graph could not be read.
     passes: Passes | None = None
-    seconds: tuple[float, ...] = ()
+    prices: Prices | None = None
     limits: Limits = NO_LIMITS
     #: Why the graph was left to torch's own partitioner.
     fallback: str | None = None
@@ -86,13 +89,12 @@ def decide(
         why = _first_line(error)
     if why is not None:
         return _left_to_torch(module, inputs, forward_outputs, request, why)
-    costs = CostModel.of(passes.graph)
-    seconds = tuple(costs.seconds(operation) for operation in passes.graph.operations)
+    prices = _prices(passes, fuses=request.settings.get("compiler") == "inductor")
     refused: list[tuple[str, str]] = []
-    candidates = _stock(module, inputs, passes, seconds, request, refused)
+    candidates = _stock(module, inputs, passes, prices, request, refused)
     there = {candidate.strategy: candidate.estimate for candidate in candidates}
     before = there["keep all"].peak(request.calls) if "keep all" in there else 0
-    found, limits = plans_for(request.memory, passes, seconds, request.calls, before)
+    found, limits = plans_for(request.memory, passes, prices, request.calls, before)
     candidates += [
         Candidate(one.plan.label, one.estimate, plan=one.plan)
         for one in found
@@ -100,7 +102,7 @@ def decide(
     ]
     chosen, modules = _first_that_is_right(module, passes, request, limits, candidates, refused)
     return Decision(
-        *(request, chosen, modules, tuple(candidates), tuple(refused), passes, seconds, limits),
+        *(request, chosen, modules, tuple(candidates), tuple(refused), passes, prices, limits),
         fallback=None if chosen.plan else _failed(candidates, refused),
     )
 
@@ -153,7 +155,7 @@ def _stock(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     passes: Passes,
-    seconds: Sequence[float],
+    prices: Prices,
     request: Request,
     refused: list[tuple[str, str]],
 ) -> list[Candidate]:
@@ -165,7 +167,7 @@ def _stock(
             continue
         try:
             modules = _partitioned(partitioner, module, inputs, passes.forward_outputs, request)
-            found.append(Candidate(name, _simulated(modules, passes, seconds), modules))
+            found.append(Candidate(name, _simulated(modules, passes, prices), modules))
         except (NotUnderstood, AssertionError, RuntimeError) as error:
             refused.append((name, _first_line(error)))
     return found
@@ -206,7 +208,7 @@ def _left_to_torch(
     return Decision(request, unknown, modules, (unknown,), (), fallback=why)
 
 
-def _simulated(modules: Modules, passes: Passes, seconds: Sequence[float]) -> Estimate:
+def _simulated(modules: Modules, passes: Passes, prices: Prices) -> Estimate:
     forward, backward = (read_graph(module) for module in modules)
     # what the model is called with, weights among it, is held by the caller in both passes
     own = {forward.operations[i].name for i in forward.inputs}
@@ -219,19 +221,43 @@ def _simulated(modules: Modules, passes: Passes, seconds: Sequence[float]) -> Es
         )
     )
     inputs = {s for i in forward.inputs for s in forward.operations[i].holds}
-    place = {operation.name: i for i, operation in enumerate(passes.graph.operations)}
-    run = [
-        place.get(operation.name)
-        for graph in (forward, backward)
-        for operation in graph.operations
-        if operation.kind != "input"
-    ]
+    programs = (_as_program(graph, passes) for graph in (forward, backward))
     return Estimate(
         simulate(forward, forward.inputs).peak_bytes,
         simulate(backward, held).peak_bytes,
         sum(forward.storages[s] for s in kept - results - inputs),
-        sum(seconds[i] for i in run if i is not None) - sum(seconds),
+        prices.added(*programs),
     )
+
+
+def _as_program(graph: Graph, passes: Passes) -> Program:
+    """A graph of torch's in terms of the joint graph, found by name; what torch has added to it is
+    taken to cost nothing."""
+    place = {operation.name: i for i, operation in enumerate(passes.graph.operations)}
+    known = [i for i, operation in enumerate(graph.operations) if operation.name in place]
+    order = [i for i in known if graph.operations[i].kind == "input"]
+    given = len(order)
+    order += [i for i in known if graph.operations[i].kind != "input"]
+    step_of = {i: k for k, i in enumerate(order)}
+    steps = [
+        Step(
+            place[graph.operations[i].name],
+            tuple(step_of[used] for used in graph.operations[i].uses if used in step_of),
+        )
+        for i in order
+    ]
+    leaving = tuple(None if i is None else step_of.get(i) for i in graph.outputs)
+    return Program(tuple(steps), given, leaving)
+
+
+def _prices(passes: Passes, *, fuses: bool) -> Prices:
+    costs, operations = CostModel.of(passes.graph), passes.graph.operations
+    seconds = tuple(costs.seconds(operation) for operation in operations)
+    if not fuses:
+        return one_by_one(seconds)
+    devices = [operation.work.device for operation in operations if operation.work.device]
+    machine = machine_of(devices[0] if devices else None)
+    return fused(passes, seconds, machine.bandwidth, machine.launch_s)
 
 
 def _first_line(error: Exception) -> str:

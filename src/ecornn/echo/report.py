@@ -65,7 +65,8 @@ class GraphReport:
         self.chosen = _choice(decision.chosen, calls)
         self.candidates = [_choice(candidate, calls) for candidate in decision.candidates]
         self.keep_all = next((c for c in self.candidates if c.strategy == "keep all"), None)
-        self.step_seconds = sum(decision.seconds)
+        assert decision.prices is not None
+        self.step_seconds = decision.prices.step_seconds
         self.values = _values(joint, decision)
 
 
@@ -89,8 +90,9 @@ def _choice(candidate: Candidate, calls: int) -> Choice:
 
 def _values(joint: fx.GraphModule, decision: Decision) -> list[Value]:
     """Of torch's own splits it is known what they keep, not why."""
-    passes = decision.passes
+    passes, prices = decision.passes, decision.prices
     assert passes is not None
+    assert prices is not None
     operations = passes.graph.operations
     nodes = {node.name: node for node in joint.graph.nodes}
     plan = decision.chosen.plan
@@ -118,7 +120,7 @@ def _values(joint: fx.GraphModule, decision: Decision) -> list[Value]:
                 bytes=sum(passes.graph.storages[s] for s in own),
                 kept=kept,
                 runs=runs[i],
-                seconds=runs[i] * decision.seconds[i],
+                seconds=runs[i] * prices.seconds[i],
                 why=_why(operation.kind, kept, held, i in again, plan is not None),
             )
         )

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
-from torch._functorch.aot_autograd import aot_export_joint_simple
 
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.estimate import Plan, estimate
+from ecornn.echo.plan.prices import one_by_one
 from ecornn.echo.rewrite import split
 from ecornn.echo.schedule import FOR_ALL, backward_program, saved
+from support.joints import joint_of, leaf
 from support.programs import PROGRAMS, function_of, two_hundred
-
-
-def joint_of(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    def as_tuple(*values: Tensor) -> tuple[Tensor, ...]:
-        found = function(*values)
-        return found if isinstance(found, tuple) else (found,)
-
-    joint: fx.GraphModule = aot_export_joint_simple(as_tuple, inputs, trace_joint=True)
-    return joint
 
 
 def peaks_of_graphs(joint: fx.GraphModule, passes: Passes, plan: Plan) -> tuple[int, int]:
@@ -52,7 +41,7 @@ def test_estimated_peaks_are_those_of_the_graphs(
     joint = joint_of(function_of(program, two_results=two_results), x, y)
     passes = Passes(read_graph(joint), 2 if two_results else 1)
     plan = Plan("", bidirectional(passes) if echo else passes.needed, window)
-    found = estimate(passes, plan, [0.0] * len(passes.graph.operations))
+    found = estimate(passes, plan, one_by_one([0.0] * len(passes.graph.operations)))
     assert (found.forward_peak, found.backward_peak) == peaks_of_graphs(joint, passes, plan)
 
 
@@ -68,15 +57,11 @@ def far_apart(x: Tensor, w: Tensor) -> Tensor:
 
 def test_two_copies_where_one_would_be_alive_for_long() -> None:
     passes = Passes(read_graph(joint_of(far_apart, *map(leaf, ((8, 8), (8, 8))))), 1)
-    seconds = [1.0] * len(passes.graph.operations)
+    prices = one_by_one([1.0] * len(passes.graph.operations))
     kept = bidirectional(passes)
-    once, twice = (estimate(passes, Plan("", kept, w), seconds) for w in (FOR_ALL, 4))
+    once, twice = (estimate(passes, Plan("", kept, w), prices) for w in (FOR_ALL, 4))
     assert twice.seconds_added > once.seconds_added
     assert twice.backward_peak < once.backward_peak
-
-
-def leaf(shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, requires_grad=True)
 
 
 @pytest.mark.parametrize("window", [0, FOR_ALL])

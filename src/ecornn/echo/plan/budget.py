@@ -3,12 +3,13 @@ smallest there is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ecornn.echo.options import Memory, size_text
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.estimate import Estimate
+from ecornn.echo.plan.prices import Prices
 from ecornn.echo.plan.search import Found, Search
 from ecornn.errors import InvalidInput
 
@@ -50,16 +51,18 @@ def _bytes_of_inputs(passes: Passes) -> int:
 def plans_for(
     memory: Memory,
     passes: Passes,
-    seconds: Sequence[float],
+    prices: Prices,
     calls: int,
     keep_all_peak: int = 0,
 ) -> tuple[list[Found], Limits]:
     """Every plan that was estimated, and the limits that were meant. `keep_all_peak`: of torch's
     own way to keep all, which may differ a little from ours."""
-    search = Search(passes, seconds, calls)
+    search = Search(passes, prices, calls)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
-    limits = limits_of(memory, passes, max(search.peak(keep_all), keep_all_peak), sum(seconds))
+    limits = limits_of(
+        memory, passes, max(search.peak(keep_all), keep_all_peak), prices.step_seconds
+    )
     # the best few of the families, with as many of their groups as the limits call for
     for one in search.best():
         fits = limits.bytes

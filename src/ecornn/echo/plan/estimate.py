@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.passes import Passes
-from ecornn.echo.schedule import (
-    FOR_ALL,
-    Program,
-    backward_program,
-    forward_program,
-    graph_of,
-    saved,
-)
+from ecornn.echo.plan.prices import Prices
+from ecornn.echo.schedule import FOR_ALL, backward_program, forward_program, graph_of, saved
 
 
 @dataclass(frozen=True)
@@ -31,7 +24,7 @@ class Estimate:
     forward_peak: int
     backward_peak: int
     kept_bytes: int  # between the passes, beside the graph's inputs and results
-    seconds_added: float  # to what the joint graph takes, each operation run once
+    seconds_added: float  # to what both passes take when all is kept
 
     def peak(self, calls: int = 1) -> int:
         """When the forward pass is called so many times before the backward passes run: what the
@@ -39,8 +32,7 @@ class Estimate:
         return (calls - 1) * self.kept_bytes + max(self.forward_peak, self.backward_peak)
 
 
-def estimate(passes: Passes, plan: Plan, seconds: Sequence[float]) -> Estimate:
-    """`seconds`: of each operation."""
+def estimate(passes: Passes, plan: Plan, prices: Prices) -> Estimate:
     between = saved(passes, plan.kept)
     forward = forward_program(passes, between)
     backward = backward_program(passes, between, plan.window)
@@ -56,9 +48,5 @@ def estimate(passes: Passes, plan: Plan, seconds: Sequence[float]) -> Estimate:
         simulate(forward_graph, forward_graph.inputs).peak_bytes,
         simulate(backward_graph, held).peak_bytes,
         passes.bytes_of(frozenset(between)),
-        _seconds(forward, seconds) + _seconds(backward, seconds) - sum(seconds),
+        prices.added(forward, backward),
     )
-
-
-def _seconds(program: Program, seconds: Sequence[float]) -> float:
-    return sum(seconds[step.operation] for step in program.steps[program.given :])

@@ -8,13 +8,14 @@ for readers that are far apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate
 from ecornn.echo.plan.groups import Group, groups_of, kept_with, run_again
+from ecornn.echo.plan.prices import Prices
 from ecornn.echo.schedule import FOR_ALL
 
 #: Operations gone through for estimates, at most: 250,000 took 3 s on one core.
@@ -41,7 +42,7 @@ class Search:
     """Estimates are made once for each plan."""
 
     passes: Passes
-    seconds: Sequence[float]
+    prices: Prices
     calls: int = 1
     found: dict[tuple[frozenset[int], int], Found] = field(default_factory=dict)
     _groups: dict[frozenset[int], list[Group]] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Search:
             plan, operations = Plan(label, kept, window), self.passes.graph.operations
             again = run_again(self.passes, kept)
             products = any(operations[i].kind == "product" for i in again)
-            one = Found(plan, estimate(self.passes, plan, self.seconds), products)
+            one = Found(plan, estimate(self.passes, plan, self.prices), products)
             self.found[kept, window] = one
         return self.found[kept, window]
 
@@ -119,7 +120,7 @@ class Search:
 
     def groups(self, one: Found) -> list[Group]:
         if one.plan.kept not in self._groups:
-            self._groups[one.plan.kept] = groups_of(self.passes, one.plan.kept, self.seconds)
+            self._groups[one.plan.kept] = groups_of(self.passes, one.plan.kept, self.prices.seconds)
         return self._groups[one.plan.kept]
 
 
