@@ -57,7 +57,7 @@ def echo(
     contender: Contenders = None,
     missing: MissingOnly = False,
     minutes: Minutes = None,
-    workers: Workers = 6,
+    workers: Workers = 8,
     timeout: Timeout = 150.0,
     unrolled: Unrolled = False,
     device: Device = "cuda",

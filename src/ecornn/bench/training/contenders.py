@@ -64,14 +64,15 @@ ECHO_EAGER_MIN = Contender("echo memory=min codegen=eager", "echo", memory="min"
 CONTENDERS: dict[str, tuple[Contender, ...]] = {
     "step": (
         EAGER,
+        # all that compile: as many as there are workers by default, so that it is waited for once
         ECHO,
         COMPILE,
         ECHO_MIN,
-        replayed(EAGER),
         replayed(ECHO),
-        CHECKPOINT,
         *BUDGETS,
         AGGRESSIVE,
+        replayed(EAGER),
+        CHECKPOINT,
         replayed(CHECKPOINT),
     ),
     "batch": (EAGER, ECHO, ECHO_MIN, CHECKPOINT, COMPILE, AGGRESSIVE),

@@ -41,7 +41,7 @@ class Effort:
     tries: int
 
 
-EFFORTS = {"thorough": Effort(40, 7, 3.0, 7), "quick": Effort(5, 3, 0.5, 5)}
+EFFORTS = {"thorough": Effort(30, 7, 1.5, 7), "quick": Effort(5, 3, 0.5, 5)}
 
 
 @dataclass

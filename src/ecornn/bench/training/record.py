@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ BENCHMARK = "echo"
 #: Assumed for a row that the file does not have yet, only to say beforehand how long it may take:
 #: seconds until a process is ready, by kind of contender, and seconds to measure it.
 ASSUMED_PREPARE_S = {"eager": 12.0, "checkpoint": 12.0, "compile": 40.0, "echo": 40.0}
-ASSUMED_MEASURE_S = 5.0
+ASSUMED_MEASURE_S = 3.0
 
 Known = Mapping[tuple[Any, str], Row]
 Plan = list[tuple[ModelCase, list[Job]]]
@@ -73,9 +76,27 @@ def record(
 
     known = {} if earlier is None else {row.key: row for row in earlier.rows}
     plan = make_plan(cases, options, known)
-    for job in run_plan(plan, options, console, known):
-        take(job.row())
+    with stopped_by_sigterm():
+        for job in run_plan(plan, options, console, known):
+            take(job.row())
     return Recording(results(), tuple(measured))
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """`kill` ends the run as Ctrl-C does: its processes end with it, its folders are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may have handlers
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_device(device: str, *, tiny: bool) -> None:
@@ -100,7 +121,7 @@ def make_plan(cases: Sequence[ModelCase], options: Options, known: Known) -> Pla
     return plan
 
 
-def run_plan(plan: Plan, options: Options, console: Console, known: Known) -> Any:
+def run_plan(plan: Plan, options: Options, console: Console, known: Known) -> Iterator[Job]:
     """Every job with its metrics, under a progress bar, as long as there is time."""
     expected = [estimate(jobs, known, options.limits) for _, jobs in plan]
     rows = sum(len(jobs) for _, jobs in plan)

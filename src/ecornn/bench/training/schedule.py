@@ -6,6 +6,7 @@ there are workers prepare side by side. Then all of them wait, and each measures
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -32,7 +33,7 @@ class Limits:
     take for either before it is killed; `patience` times as long for what compiles several times,
     or a loop unrolled."""
 
-    workers: int = 6
+    workers: int = 8
     prepare_s: float = 150.0
     measure_s: float = 60.0
     patience: float = 3.0
@@ -74,7 +75,8 @@ def run_jobs(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ecornn-bench-")))
             children = []
             for i, job in enumerate(group):
-                child = Child(command, _environment(folder / str(i), job.case))
+                started = (*command, str(os.getpid()))  # by whose end it ends too
+                child = Child(started, _environment(folder / str(i), job.case))
                 children.append(stack.enter_context(child))
                 child.send(
                     {

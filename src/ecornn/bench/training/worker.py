@@ -1,15 +1,17 @@
 """One contender of one case, measured in a process of its own.
 
-`python -m ecornn.bench.training.worker` reads a request, a line of JSON, from its input; prepares;
-says `{"ready": true}`; waits for a line; measures, while nobody else does; says `{"metrics": …}`.
-Where it cannot, it says why instead.
+`python -m ecornn.bench.training.worker PARENT` reads a request, a line of JSON, from its input;
+prepares; says `{"ready": true}`; waits for a line; measures, while nobody else does; says
+`{"metrics": …}`. Where it cannot, it says why instead. PARENT is the process that asks.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,9 @@ from ecornn.bench.training.build import NotMeasurable, configured
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import ALL, EAGER
 from ecornn.bench.training.measure import EFFORTS, Measurement, first_line
+
+#: How soon a process notices.
+ORPHANED_AFTER_S = 0.5
 
 
 def serve(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
@@ -54,7 +59,20 @@ def serve(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
         raise  # the whole story goes to the log
 
 
+def end_with_parent(parent: int) -> None:
+    """A process that nobody waits for any more must not keep the GPU: when whoever asked is gone,
+    killed perhaps, this one and the compilers it has started go too."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHANED_AFTER_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
+    end_with_parent(int(sys.argv[1]))
     # What torch's compilers print must not get between the messages.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
