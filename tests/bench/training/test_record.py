@@ -164,7 +164,8 @@ def test_a_run_that_is_killed_takes_its_processes_with_it(
     environment that its processes inherit."""
     program = (
         "import sys; from ecornn.cli.app import main; "
-        "sys.argv = 'ecornn bench echo --device cpu --tiny --workers 2 --case nmt-50'.split(); main()"
+        "sys.argv = 'ecornn bench echo --device cpu --tiny --workers 2 --case nmt-50'.split(); "
+        "main()"
     )
     mark = str(tmp_path / "mark")
     environment = child_environment(PACKAGE, {"MARK": mark, "OMP_NUM_THREADS": "1"})

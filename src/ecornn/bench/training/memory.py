@@ -82,8 +82,8 @@ def limited_to(gib: float, device: torch.device) -> Iterator[None]:
         yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total))
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0)
