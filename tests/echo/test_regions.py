@@ -122,11 +122,11 @@ class Stops(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = nn.Linear(4, 4)
+        self.step = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(20):
-            x = torch.tanh(self.step(x)) + 0.2
+            x = self.step(x) + 0.2
             if x.sum().item() > 1e9:
                 break
         return x
@@ -155,3 +155,73 @@ def test_hooks_and_errors_leave_nothing_behind() -> None:
         compiled(torch.full((2, 5), 99), torch.full((2, 7), 3))
     assert "forward" not in model.step.__dict__
     assert len(model.step._forward_pre_hooks) == 0
+
+
+def test_single_layers_stay_in_the_graph_of_the_whole() -> None:
+    class Reusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(4, 4), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(6):
+                x = self.act(self.linear(x))
+            return x
+
+    compiled = ecornn.compile(Reusing())
+    compiled(torch.randn(2, 4)).sum().backward()
+    (graph,) = compiled.explain().graphs
+    assert (graph.name, graph.calls) == ("Reusing", 1)
+
+
+def test_a_part_within_a_part_belongs_to_the_outer_one() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):  # the weights of all layers are the same
+                x = self.layer(x)
+            return x
+
+    model, x = Outer().double(), torch.randn(2, 3, 8, dtype=torch.float64)
+    compiled = ecornn.compile(model, memory="min")
+    found = gradients_of(compiled, x)
+    torch.testing.assert_close(found, gradients_of(model, x), rtol=1e-9, atol=1e-11)
+    assert {(graph.name, graph.calls) for graph in compiled.explain().graphs} == {("layer", 4)}
+
+
+def gradients_of(run: Any, x: Tensor) -> list[Tensor]:
+    run.zero_grad()
+    run(x).square().sum().backward()
+    return [p.grad.clone() for p in run.parameters()]
+
+
+def test_layers_of_ours_in_a_step() -> None:
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = ecornn.GRUCell(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return torch.tanh(self.out(self.cell(x, h)))
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.step = ecornn.LSTM(4, 4), Step()
+
+        def forward(self, x_TBI: Tensor) -> Tensor:
+            output, (h, _) = self.encoder(x_TBI)
+            h = h[0]
+            for x in output:
+                h = self.step(x, h)
+            return h
+
+    model, x = Loop().double(), torch.randn(6, 3, 4, dtype=torch.float64)
+    compiled = ecornn.compile(model)
+    found = gradients_of(compiled, x)
+    torch.testing.assert_close(found, gradients_of(model, x), rtol=1e-9, atol=1e-11)
+    assert {graph.name for graph in compiled.explain().graphs} == {"step"}
+    assert "without Echo" not in str(compiled.explain())

@@ -8,7 +8,7 @@ one call keeps is there as many times when the backward passes begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -69,7 +69,12 @@ class Regions:
 
     def _settle(self, counts: dict[str, int]) -> None:
         if self.calls is None:
-            self.calls = {p: n for p, n in counts.items() if not _within(p, counts)}
+            often = {
+                path: count
+                for path, count in counts.items()
+                if count >= FEWEST_CALLS and worth_compiling(self.model.get_submodule(path))
+            }
+            self.calls = {path: count for path, count in often.items() if not _within(path, often)}
         else:
             self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
 
@@ -134,7 +139,7 @@ class Regions:
         if self.calls is None:
             return ["not called yet: nothing is compiled"]
         if not self.calls:
-            often = f"no part of it is called {FEWEST_CALLS} times or more in one forward pass"
+            often = f"no part of it, single layers aside, is called {FEWEST_CALLS} times or more"
             return [f"the whole model is compiled: {'as asked for' if self.given else often}"]
         how = "named by the caller" if self.given else "found at the first call"
         parts = "; ".join(f"{path}, {count} times" for path, count in self.calls.items())
@@ -157,7 +162,7 @@ def _alone(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _counted(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Calls with tensors, by path, of the parts that are called often."""
+    """Calls with tensors, by path."""
     counts: dict[str, int] = {}
     hooks = []
 
@@ -178,8 +183,14 @@ def _counted(model: nn.Module) -> Iterator[dict[str, int]]:
             hook.remove()
 
 
-def _within(path: str, counts: dict[str, int]) -> bool:
-    """Is a part called seldom, or within another that is called often?"""
+def worth_compiling(part: nn.Module) -> bool:
+    """A single layer of torch.nn, or a part without weights, leaves nothing to plan by itself: such
+    a part, an activation used all over a model among them, stays in the graph of the whole."""
+    single = type(part).__module__.startswith("torch.nn") and not list(part.children())
+    return not single and any(True for _ in part.parameters())
+
+
+def _within(path: str, others: Container[str]) -> bool:
+    """Is a part within another?"""
     parents = (path.rsplit(".", k)[0] for k in range(1, path.count(".") + 1))
-    often = (counts.get(parent, 0) >= FEWEST_CALLS for parent in parents)
-    return counts[path] < FEWEST_CALLS or any(often)
+    return any(parent in others for parent in parents)
