@@ -123,12 +123,6 @@ def test_echo_is_called_as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert called == {"model": step.model, "memory": "min", "codegen": "inductor"}
 
 
-def test_an_ecornn_without_echo_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(ecornn, "compile", raising=False)
-    with pytest.raises(NotMeasurable, match="no compile"):
-        build(ECHO_MIN, tiny("nmt"), "cpu")
-
-
 class TestOptions:
     def test_they_are_set_and_taken_back(self) -> None:
         import torch._functorch.config as functorch

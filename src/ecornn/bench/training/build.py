@@ -37,7 +37,7 @@ def build(contender: Contender, case: ModelCase, device: str, batch: int | None 
     elif contender.kind == "compile":
         _compile(step, contender)
     elif contender.kind == "echo":
-        step.run = _echo(step, contender)
+        step.run = ecornn.compile(step.model, memory=contender.memory, codegen=contender.codegen)
     return step
 
 
@@ -61,13 +61,6 @@ def _compile(step: Step, contender: Contender) -> None:
             module.compile()
     else:
         step.run = torch.compile(step.model)
-
-
-def _echo(step: Step, contender: Contender) -> Any:
-    compile = getattr(ecornn, "compile", None)
-    if compile is None:
-        raise NotMeasurable("this ecornn has no compile()")
-    return compile(step.model, memory=contender.memory, codegen=contender.codegen)
 
 
 @contextmanager
