@@ -7,7 +7,7 @@ import pytest
 from ecornn.bench.cases import Case
 from ecornn.bench.compare import by_target, judge, pairs, ratio, tally, worst
 from ecornn.bench.results import Results, Row
-from ecornn.bench.targets import TARGETS, AnyTarget, MemoryTarget, Target
+from ecornn.bench.targets import TARGETS, LayerTarget, MemoryTarget, Target
 from support.measured import MIXED, PLAIN, mixed, plain, results, row
 
 NOT_SLOWER = Target("a", "cpu", {}, "forward_us", "ecornn", "torch.nn", at_most=1.05)
@@ -15,7 +15,7 @@ TWICE = Target("b", "cpu", {}, "train_us", "ecornn", "torch.nn", at_least=2)
 SMALL = MemoryTarget("m", "cpu", {}, "kept_bytes", "ecornn", at_most=2.1)
 
 
-def outcomes(found: object, *targets: AnyTarget) -> list[str]:
+def outcomes(found: object, *targets: LayerTarget) -> list[str]:
     return [judgement.outcome for judgement in judge(found, targets)]  # type: ignore[arg-type]
 
 

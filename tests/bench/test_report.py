@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from ecornn.bench.cases import Case
+from ecornn.bench.markdown import digits
 from ecornn.bench.report import (
     HEAD,
     NOTHING_YET,
     Report,
-    digits,
     read_all,
     render,
     write_report,

@@ -13,7 +13,7 @@ from ecornn.bench import runners
 from ecornn.bench.cases import Case
 from ecornn.bench.grids import GRIDS
 from ecornn.bench.record import Recording
-from ecornn.bench.results import Results, read, write
+from ecornn.bench.results import Results, Row, read, write
 from ecornn.cli.app import app
 from support.measured import PLAIN, plain, results, row
 
@@ -178,3 +178,58 @@ def test_a_target_of_memory_is_judged_in_its_unit(monkeypatch: pytest.MonkeyPatc
 def test_every_grid_is_a_command() -> None:
     result = bench("--help")
     assert all(name in result.output for name in (*GRIDS, "report"))
+
+
+class TestEcho:
+    tiny = ("echo", "--device", "cpu", "--tiny", "--quick", "--workers", "1")
+
+    def test_a_tiny_run_on_the_cpu_shows_and_writes_its_rows(self, tmp_path: Path) -> None:
+        out = tmp_path / "echo.json"
+        some = ("--case", "lstm-lm", "--contender", "eager", "--out", str(out), "--check")
+        result = bench(*self.tiny, *some)
+        assert result.exit_code == 0, result.output
+        assert "1 rows of 1 cases, about" in result.output
+        assert "lstm-lm, B=4, tiny: a training step" in result.output
+        assert "not measured" in result.output, "tiny models meet no targets"
+        found = read(out)
+        assert found.benchmark == "echo"
+        assert [r.contender for r in found.rows] == ["eager"]
+        assert (found.rows[0].number("peak_bytes") or 0) > 0
+
+    def test_ours_that_fails_is_an_exit_code(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ecornn.bench.training import record as training
+        from ecornn.bench.training.cases import make_case
+
+        case = make_case("nmt-50", "step", tiny=True)
+        rows = (
+            Row(case, "echo", {"failed": "RuntimeError: no"}),
+            Row(case, "budget=0.1", {"error": 1.0, "wrong": "loss: relative error 1"}),
+        )
+        found = results(*rows, benchmark="echo")
+        monkeypatch.setattr(training, "record", lambda *_: Recording(found, rows))
+        result = bench(*self.tiny)
+        assert result.exit_code == 1
+        assert f"echo, {case}: RuntimeError: no" in result.output
+        assert f"budget=0.1, {case}: loss: relative error 1" in result.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (("--case", "vgg"), "nmt-50"),
+            (("--part", "speed"), "check"),
+            (("--contender", "eco"), "eager"),
+            (("--out", "missing/folder/x.json"), "out"),
+        ],
+    )
+    def test_bad_input_is_told_in_one_line(self, arguments: tuple[str, ...], says: str) -> None:
+        result = bench(*self.tiny, *arguments)
+        assert result.exit_code == 2
+        assert says in result.stderr
+        assert result.stderr.count("\n") == 1
+
+    def test_full_models_need_a_gpu(self) -> None:
+        result = bench("echo", "--device", "cpu")
+        assert result.exit_code == 2
+        assert "--tiny" in result.stderr
+        if not torch.cuda.is_available():
+            assert "no CUDA GPU" in bench("echo").stderr

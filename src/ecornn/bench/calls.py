@@ -150,14 +150,18 @@ class Replay:
         return self.call.plan()
 
 
-def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The graph, and the tensors that its replays write."""
+def capture(
+    function: Callable[[], Any], before: Callable[[], None] = lambda: None
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The graph, and the tensors that its replays write. `before` is called between the runs that
+    warm up and the capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_UP_RUNS):
             function()
     torch.cuda.current_stream().wait_stream(side)
+    before()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), waiting_forbidden():
         written = function()

@@ -7,15 +7,36 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Literal, Protocol
 
-from ecornn.bench.cases import Case
+from ecornn.bench.cases import Case, Where
 from ecornn.bench.contenders import is_ours, is_replayed
-from ecornn.bench.results import Results, Row, rows_by_case
-from ecornn.bench.targets import AnyTarget, MemoryTarget, Target
+from ecornn.bench.results import AnyCase, Results, Row, rows_by_case
+from ecornn.bench.targets import LayerTarget, MemoryTarget, Target
 
 Outcome = Literal["passed", "failed", "not measured"]
 OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "not measured")
+
+
+class AnyTarget(Protocol):
+    """What all targets have: a name for their group, the cases they speak of, a bound, a unit."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def benchmark(self) -> str: ...
+    @property
+    def where(self) -> Where: ...
+    @property
+    def at_most(self) -> float | None: ...
+    @property
+    def unit(self) -> str: ...
+
+
+class OwnTarget(AnyTarget, Protocol):
+    """A target that judges the cases it speaks of by itself."""
+
+    def judge(self, cases: Mapping[AnyCase, Mapping[str, Row]]) -> Iterable[Judgement]: ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +45,7 @@ class Judgement:
     figures."""
 
     target: AnyTarget
-    case: Case | None
+    case: AnyCase | None
     outcome: Outcome
     found: float | None = None
     reason: str = ""
@@ -54,7 +75,7 @@ def pairs(contenders: Iterable[str]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def judge(results: Results, targets: Iterable[AnyTarget]) -> tuple[Judgement, ...]:
+def judge(results: Results, targets: Iterable[LayerTarget | OwnTarget]) -> tuple[Judgement, ...]:
     """Every target of this benchmark in every case it speaks of."""
     found: list[Judgement] = []
     cases = rows_by_case(results.rows)
@@ -62,25 +83,29 @@ def judge(results: Results, targets: Iterable[AnyTarget]) -> tuple[Judgement, ..
         if target.benchmark != results.benchmark:
             continue
         concerned = {case: rows for case, rows in cases.items() if case.matches(target.where)}
-        found += [_judge_case(target, case, rows) for case, rows in concerned.items()]
+        if isinstance(target, LayerTarget):
+            found += [_judge_case(target, case, rows) for case, rows in concerned.items()]
+        else:
+            found += target.judge(concerned)
         if not concerned:
             found.append(Judgement(target, None, "not measured", reason="no such case"))
     return tuple(found)
 
 
-def _judge_case(target: AnyTarget, case: Case, rows: Mapping[str, Row]) -> Judgement:
+def _judge_case(target: LayerTarget, case: AnyCase, rows: Mapping[str, Row]) -> Judgement:
     mine = rows.get(target.contender)
     figure = None if mine is None else mine.number(target.metric)
     # Who has no figures misses the target; nobody misses one against a peer that has none.
     if mine is None or figure is None:
         return Judgement(target, case, "failed", reason=_why_not(mine, target.contender, target))
     if isinstance(target, MemoryTarget):
+        assert isinstance(case, Case)
         found = figure / case.sequence_bytes
         return Judgement(target, case, "passed" if found <= target.at_most else "failed", found)
     return _judge_beside_peer(target, case, mine, rows.get(target.peer))
 
 
-def _judge_beside_peer(target: Target, case: Case, mine: Row, theirs: Row | None) -> Judgement:
+def _judge_beside_peer(target: Target, case: AnyCase, mine: Row, theirs: Row | None) -> Judgement:
     if theirs is None or theirs.number(target.metric) is None:
         return Judgement(target, case, "not measured", reason=_why_not(theirs, target.peer, target))
     times_as_fast = ratio(mine, theirs, target.metric)
@@ -95,7 +120,7 @@ def _judge_beside_peer(target: Target, case: Case, mine: Row, theirs: Row | None
     return Judgement(target, case, "passed" if met else "failed", found)
 
 
-def _why_not(row: Row | None, name: str, target: AnyTarget) -> str:
+def _why_not(row: Row | None, name: str, target: LayerTarget) -> str:
     reason = "no row" if row is None else row.trouble or f"no {target.metric}"
     return f"{name}: {reason}"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ecornn.bench.cases import Case
 from ecornn.bench.contenders import EXCHANGE_FLOOR
 from ecornn.bench.grids import RNN, STEPS
-from ecornn.bench.results import Results, Row, rows_by_case
+from ecornn.bench.results import Results, Row, layer_rows
 
 DTYPE = "bf16"
 #: In the legend's order.
@@ -50,7 +50,7 @@ def plots_of(results: Results) -> tuple[Plot, ...]:
     """None for other benchmarks, and for files without a figure to show."""
     if results.benchmark != RNN.name:
         return ()
-    measured = {case: rows for case, rows in rows_by_case(results.rows).items() if _is_shown(case)}
+    measured = {case: rows for case, rows in layer_rows(results.rows).items() if _is_shown(case)}
     made = (
         _plot(results, measured, "hidden", "batch", (4, 16, 64)),
         _plot(results, measured, "batch", "hidden", (512, 1024)),

@@ -7,11 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecornn.bench.cases import Case
-from ecornn.bench.compare import by_target, judge, pairs, ratio, tally, worst
+from ecornn.bench.compare import judge, pairs, ratio
 from ecornn.bench.draw import draw, missing
+from ecornn.bench.markdown import (
+    both,
+    digits,
+    earlier,
+    figure,
+    judged,
+    listed,
+    table,
+    troubles,
+)
 from ecornn.bench.plot import Plot, plots_of
-from ecornn.bench.results import Results, Row, Scalar, read, rows_by_case
+from ecornn.bench.results import Results, Row, layer_rows, read
 from ecornn.bench.targets import TARGETS
+from ecornn.bench.training.record import BENCHMARK
+from ecornn.bench.training.report import training_section
 from ecornn.errors import InvalidInput
 
 RESULTS = Path("benchmarks/results")
@@ -76,7 +88,9 @@ def render(files: Mapping[str, Results]) -> str:
 
 
 def _section(name: str, results: Results) -> str:
-    parts = [f"## {name}\n", f"{_listed(results.environment)}.\n"]
+    if results.benchmark == BENCHMARK:
+        return training_section(name, results)
+    parts = [f"## {name}\n", f"{listed(results.environment)}.\n"]
     parts += [f"![{plot.title}]({_path(name, plot).as_posix()})\n" for plot in plots_of(results)]
     groups = _by_contenders(results.rows)
     for contenders, cases in groups.items():
@@ -84,7 +98,7 @@ def _section(name: str, results: Results) -> str:
     for contenders, cases in groups.items():
         parts.append(_errors(contenders, cases))
         parts.append(_memory(contenders, cases))
-    parts += [_troubles(results), _earlier(results), _targets(results)]
+    parts += [troubles(results), earlier(results), judged(judge(results, TARGETS))]
     return "\n".join(part for part in parts if part)
 
 
@@ -93,14 +107,10 @@ def _path(name: str, plot: Plot) -> Path:
     return PLOTS / f"{Path(name).stem}-{plot.name}.svg"
 
 
-def _listed(environment: Mapping[str, Scalar]) -> str:
-    return "; ".join(f"{k} {v}" for k, v in environment.items() if v is not None)
-
-
 def _by_contenders(rows: Iterable[Row]) -> CasesByContenders:
     """Cases that the same contenders ran share a table."""
     found: CasesByContenders = {}
-    for case, contenders in rows_by_case(rows).items():
+    for case, contenders in layer_rows(rows).items():
         found.setdefault(tuple(contenders), {})[case] = contenders
     return found
 
@@ -114,23 +124,23 @@ def _times(contenders: Sequence[str], cases: Mapping[Case, Mapping[str, Row]]) -
     heads = ["layer", *contenders, *(f"{theirs} ÷ {mine}" for mine, theirs in compared)]
     body = []
     for case, rows in cases.items():
-        cells = [_both(_time(rows[name], metric) for metric in TIMES) for name in contenders]
+        cells = [both(_time(rows[name], metric) for metric in TIMES) for name in contenders]
         cells += [times_as_fast(rows[mine], rows[theirs]) for mine, theirs in compared]
         body.append([str(case), *cells])
-    return f"{title}\n{_table(heads, body)}"
+    return f"{title}\n{table(heads, body)}"
 
 
 def times_as_fast(mine: Row, theirs: Row) -> str:
-    return _both(_figure(ratio(mine, theirs, metric), "{:.2f}×") for metric in TIMES)
+    return both(figure(ratio(mine, theirs, metric), "{:.2f}×") for metric in TIMES)
 
 
 def _errors(contenders: Sequence[str], cases: Mapping[Case, Mapping[str, Row]]) -> str:
     body = [
-        [str(case), *(_figure(rows[name].number("error"), "{:.1e}") for name in contenders)]
+        [str(case), *(figure(rows[name].number("error"), "{:.1e}") for name in contenders)]
         for case, rows in cases.items()
     ]
     title = "Largest relative error of any result or gradient against float64\n"
-    return f"{title}\n{_table(['layer', *contenders], body)}"
+    return f"{title}\n{table(['layer', *contenders], body)}"
 
 
 def _memory(contenders: Sequence[str], cases: Mapping[Case, Mapping[str, Row]]) -> str:
@@ -145,42 +155,12 @@ def _memory(contenders: Sequence[str], cases: Mapping[Case, Mapping[str, Row]]) 
     for case, rows in cases.items():
         unit = case.sequence_bytes
         cells = [
-            _both(_over(rows[name].number(metric), unit) for metric in ("kept_bytes", "peak_bytes"))
+            both(_over(rows[name].number(metric), unit) for metric in ("kept_bytes", "peak_bytes"))
             for name in counted
         ]
         body.append([str(case), *cells])
     title = "Memory kept for the backward pass / at the peak, in units of T·B·H elements\n"
-    return f"{title}\n{_table(['layer', *counted], body)}"
-
-
-def _troubles(results: Results) -> str:
-    lines = [
-        f"- {row.contender}, {row.case}: {_escaped(row.trouble)}"
-        for row in results.rows
-        if row.trouble is not None
-    ]
-    return "Without figures\n\n" + "\n".join(lines) + "\n" if lines else ""
-
-
-def _earlier(results: Results) -> str:
-    lines = [
-        f"- {row.contender}, {row.case}: {_listed(row.environment)}"
-        for row in results.rows
-        if row.environment
-    ]
-    return "Measured in an earlier run\n\n" + "\n".join(lines) + "\n" if lines else ""
-
-
-def _targets(results: Results) -> str:
-    judgements = judge(results, TARGETS)
-    if not judgements:
-        return ""
-    body = [
-        [target.name, str(target), tally(found), _figure(worst(found), f"{{:.2f}}{target.unit}")]
-        for target, found in by_target(judgements)
-    ]
-    title = f"Targets, over their cases: {tally(judgements)}\n"
-    return f"{title}\n{_table(['of', 'target', 'cases', 'worst'], body)}"
+    return f"{title}\n{table(['layer', *counted], body)}"
 
 
 def _time(row: Row, metric: str) -> str:
@@ -190,30 +170,5 @@ def _time(row: Row, metric: str) -> str:
     return digits(median) + ("" if spread is None else f" ± {spread / median:.0%}")
 
 
-def digits(value: float) -> str:
-    """Three of them, or all before the point."""
-    places = next((p for p, least in enumerate((100, 10, 1)) if value >= least), None)
-    return f"{value:.3g}" if places is None else f"{value:,.{places}f}"
-
-
 def _over(value: float | None, unit: int) -> str:
-    return _figure(None if value is None else value / unit, "{:.1f}")
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
-
-
-def _both(texts: Iterable[str]) -> str:
-    return " / ".join(texts)
-
-
-def _table(heads: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    rule = ["---", *(["---:"] * (len(heads) - 1))]
-    rows = (heads, rule, *body)
-    lines = [" | ".join(_escaped(cell) for cell in row) for row in rows]
-    return "".join(f"| {line} |\n" for line in lines)
-
-
-def _escaped(text: str | None) -> str:
-    return (text or "").replace("|", "\\|").replace("<", "&lt;")
+    return figure(None if value is None else value / unit, "{:.1f}")

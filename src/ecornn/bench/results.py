@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ecornn.bench.cases import Case
+from ecornn.bench.training.cases import ModelCase
 from ecornn.errors import InvalidInput
 
 Scalar = str | int | float | bool | None
+AnyCase = Case | ModelCase
 
 #: Metrics that are text; all others are numbers.
-TEXT_METRICS = ("plan", "failed", "not_measured")
+TEXT_METRICS = ("plan", "failed", "not_measured", "wrong")
 
 #: What rows must share to stand in one file. The others may change from run to run.
 MACHINE = ("gpu", "cpu", "threads", "torch", "cuda", "cudnn", "tf32")
@@ -31,13 +33,13 @@ MACHINE = ("gpu", "cpu", "threads", "torch", "cuda", "cudnn", "tf32")
 class Row:
     """`environment` holds what was different from the file's when this row was measured."""
 
-    case: Case
+    case: AnyCase
     contender: str
     metrics: Mapping[str, float | str]
     environment: Mapping[str, Scalar] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[Case, str]:
+    def key(self) -> tuple[AnyCase, str]:
         return self.case, self.contender
 
     @property
@@ -137,7 +139,7 @@ def from_json(value: Any, where: str) -> Results:
     environment = _read_environment(value["environment"], f"{where}, environment")
     listed = _check_type(value["rows"], list, "a list", f"{where}, rows")
     rows = [_read_row(row, f"{where}, rows[{i}]") for i, row in enumerate(listed)]
-    seen: set[tuple[Case, str]] = set()
+    seen: set[tuple[AnyCase, str]] = set()
     for row in rows:
         if row.key in seen:
             raise _invalid(
@@ -147,10 +149,17 @@ def from_json(value: Any, where: str) -> Results:
     return Results(benchmark, environment, tuple(rows))
 
 
+def read_case(value: Any) -> AnyCase:
+    """A case that names a model is one of training steps; the others are of layers."""
+    if isinstance(value, dict) and "model" in value:
+        return ModelCase.from_json(value)
+    return Case.from_json(value)
+
+
 def _read_row(value: Any, where: str) -> Row:
     _check_keys(value, {"case", "contender", "metrics"}, {"environment"}, where)
     try:
-        case = Case.from_json(value["case"])
+        case = read_case(value["case"])
     except InvalidInput as error:
         raise _invalid(f"{where}, {error.argument}", error.got, error.expected) from error
     contender = _check_type(value["contender"], str, "text", f"{where}, contender")
@@ -214,9 +223,15 @@ def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def rows_by_case(rows: Iterable[Row]) -> dict[Case, dict[str, Row]]:
+def rows_by_case(rows: Iterable[Row]) -> dict[AnyCase, dict[str, Row]]:
     """The rows of each case by contender, in their order."""
-    found: dict[Case, dict[str, Row]] = {}
+    found: dict[AnyCase, dict[str, Row]] = {}
     for row in rows:
         found.setdefault(row.case, {})[row.contender] = row
     return found
+
+
+def layer_rows(rows: Iterable[Row]) -> dict[Case, dict[str, Row]]:
+    """The same for the cases of layers alone."""
+    found = rows_by_case(rows).items()
+    return {case: contenders for case, contenders in found if isinstance(case, Case)}

@@ -58,7 +58,7 @@ class MemoryTarget:
         return f"{self.contender} has {self.metric} ≤ {self.at_most:g} T·B·H elements"
 
 
-AnyTarget = Target | MemoryTarget
+LayerTarget = Target | MemoryTarget
 
 METRICS = ("forward_us", "train_us")
 
@@ -141,7 +141,7 @@ def _rnn_others() -> Iterator[Target]:
 
 #: Keeping the states alone keeps the output and the cell states, which are two sequences; the
 #: bound leaves room for the last states. The backward pass then computes the gates anew.
-KEEP_TARGETS: tuple[AnyTarget, ...] = (
+KEEP_TARGETS: tuple[LayerTarget, ...] = (
     MemoryTarget(
         "LSTM that keeps states alone: memory between the passes",
         "rnn",
@@ -183,7 +183,7 @@ FLOOR_TARGETS = (
     ),
 )
 
-TARGETS: tuple[AnyTarget, ...] = (
+TARGETS: tuple[LayerTarget, ...] = (
     *CPU_TARGETS,
     *_rnn_table(),
     *_rnn_others(),

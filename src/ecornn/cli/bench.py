@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ecornn.cli.bench_echo import echo
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from ecornn.bench.compare import Judgement
+    from ecornn.bench.compare import AnyTarget, Judgement
     from ecornn.bench.results import Row
-    from ecornn.bench.targets import AnyTarget
 
-app = typer.Typer(help="Measure the layers beside torch.nn's.", no_args_is_help=True)
+app = typer.Typer(help="Measure layers and training steps.", no_args_is_help=True)
+app.command()(echo)
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -39,7 +41,7 @@ Check = Annotated[bool, typer.Option("--check", help="Compare with the targets; 
 
 @app.callback()
 def benchmarks() -> None:
-    """Measure the layers beside torch.nn's. See docs/benchmarks.md."""
+    """Measure layers and training steps beside torch's. See docs/benchmarks.md."""
 
 
 @app.command()
@@ -138,7 +140,8 @@ def render_times(rows: Iterable[Row]) -> Table:
     from rich.text import Text
 
     from ecornn.bench.compare import pairs
-    from ecornn.bench.report import TIMES, digits, times_as_fast
+    from ecornn.bench.markdown import digits
+    from ecornn.bench.report import TIMES, times_as_fast
     from ecornn.bench.results import rows_by_case
 
     title = "µs a time step, forward and train; times as fast as its peers, forward / train"

@@ -20,7 +20,7 @@ DIGEST_BYTES = 32
 
 
 class UnsafeCache(EcornnError, RuntimeError):
-    """The cache folder could be written by others, so its code must not be run."""
+    """The cache folder could be written by others, so what is in it must not be used."""
 
 
 def cached(folder: Path, key: str, make: Callable[[], bytes]) -> bytes:
@@ -29,13 +29,13 @@ def cached(folder: Path, key: str, make: Callable[[], bytes]) -> bytes:
     found = _read(path)
     if found is None:
         found = make()
-        _write(path, found)
+        write_whole(path, MAGIC + hashlib.sha256(found).digest() + found)
     return found
 
 
 def _read(path: Path) -> bytes | None:
     try:
-        _check_owner(path.parent)
+        check_owner(path.parent)
         content = path.read_bytes()
     except FileNotFoundError:
         return None
@@ -46,13 +46,14 @@ def _read(path: Path) -> bytes | None:
     return code
 
 
-def _write(path: Path, code: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Renamed into place when it is whole, in a folder that only its owner can write."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(path.parent)
+    check_owner(path.parent)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".building-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(MAGIC + hashlib.sha256(code).digest() + code)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(name).replace(path)
@@ -61,7 +62,7 @@ def _write(path: Path, code: bytes) -> None:
         raise
 
 
-def _check_owner(folder: Path) -> None:
+def check_owner(folder: Path) -> None:
     if not hasattr(os, "getuid"):
         return
     status = folder.stat()

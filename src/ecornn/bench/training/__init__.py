@@ -1,0 +1,1 @@
+"""What `ecornn bench echo` measures: whole training steps, each contender in its own process."""

@@ -1,0 +1,221 @@
+"""A contender of a case from the first step to its figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ecornn.bench.calls import capture
+from ecornn.bench.models.step import Step
+from ecornn.bench.models.tasks import task_named
+from ecornn.bench.timing import clock_for, garbage_collected_before, summarize
+from ecornn.bench.training.accuracy import bound, compare_with_eager, has_draws, ieee
+from ecornn.bench.training.build import NotMeasurable, build
+from ecornn.bench.training.cases import ModelCase
+from ecornn.bench.training.contenders import EAGER, Contender
+from ecornn.bench.training.largest import largest
+from ecornn.bench.training.memory import (
+    GIB,
+    collect,
+    limited_to,
+    optimizer_bytes,
+    peak_bytes,
+)
+
+WARM_UP_STEPS = 3
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Steps are timed until there are `rounds` or `budget_s` is spent, but `fewest` at least;
+    `tries` is for the largest batch."""
+
+    rounds: int
+    fewest: int
+    budget_s: float
+    tries: int
+
+
+EFFORTS = {"thorough": Effort(30, 7, 1.5, 7), "quick": Effort(5, 3, 0.5, 5)}
+
+
+@dataclass
+class Measurement:
+    """`run` takes a step in the contender's manner, once it is prepared."""
+
+    case: ModelCase
+    contender: Contender
+    device: torch.device
+    effort: Effort
+    metrics: dict[str, float | str] = field(default_factory=dict)
+    step: Step | None = None
+    run: Callable[[], Any] | None = None
+
+    def prepare(self) -> None:
+        if self.case.part == "batch":
+            with limited_to(self.case.memory_gib or 0.0, self.device):
+                self._find_batch()
+            return
+        self.step = build(self.contender, self.case, self.device.type)
+        if self.case.part == "check":
+            # Under autocast torch's tracing alone already rounds elsewhere than eager: no bit of
+            # a difference could be laid to whom it is due.
+            self.step.autocast = False
+            with ieee(self.device):
+                self._first_steps()
+                self._compare()
+        else:
+            self._first_steps()
+            if self._comparable():
+                self._compare()
+        collect(self.device)
+
+    def _comparable(self) -> bool:
+        """Draws and rounding are eager's, or nothing is drawn and little rounded."""
+        assert self.step is not None
+        if self.contender.kind == "checkpoint" or self.contender.graph:
+            return self.contender.draws_as_eager or not has_draws(self.step.model)
+        drawn_alike = self.contender.draws_as_eager or not has_draws(self.step.model)
+        return self.contender is not EAGER and drawn_alike and not self.step.autocast
+
+    def measure(self) -> None:
+        if self.case.part == "check":
+            return
+        step, run = self.step, self.run
+        assert step is not None
+        assert run is not None
+        with limited_to(self.case.memory_gib or 1024.0, self.device):
+            self._time(step, run)
+        if not self.contender.graph:  # a graph's was counted when it was captured
+            self.metrics["peak_bytes"] = peak_bytes(step)
+        if self.contender.is_ours:
+            predicted = predicted_peak(step)
+            self.metrics |= {} if predicted is None else {"predicted_peak_bytes": predicted}
+
+    def _first_steps(self) -> None:
+        step = self.step
+        assert step is not None
+        wait(self.device)
+        start = time.perf_counter()
+        step()
+        self.run = self._captured(step) if self.contender.graph else step
+        wait(self.device)
+        self.metrics["setup_s"] = time.perf_counter() - start
+        for _ in range(WARM_UP_STEPS):
+            self.run()
+
+    def _captured(self, step: Step) -> Callable[[], Any]:
+        """Memory is counted from the capture on: the graph's replays use what it allocated."""
+
+        def count_from_here() -> None:
+            step.clear()
+            collect(self.device)
+            torch.cuda.reset_peak_memory_stats()
+
+        try:
+            graph, loss = capture(step, count_from_here)
+        except RuntimeError as error:
+            raise NotMeasurable(f"not captured: {first_line(error)}") from error
+        graph.replay()
+        wait(self.device)
+        self.metrics["peak_bytes"] = torch.cuda.max_memory_allocated()
+
+        def replay() -> Any:
+            graph.replay()
+            return loss
+
+        return replay
+
+    def _compare(self) -> None:
+        step = self.step
+        assert step is not None
+        eager = build(EAGER, self.case, self.device.type)
+        passes = self.run if self.contender.graph else None
+        found = compare_with_eager(step, eager, SEED, passes)
+        self.metrics |= found.metrics()
+        if self.case.part == "check" and not found.bitwise:
+            twin = build(EAGER, self.case, self.device.type)
+            again = compare_with_eager(eager, twin, SEED)
+            self.metrics["eager_repeats"] = int(again.bitwise)
+        if found.error > bound(step):
+            said = f"{found.where}: relative error {found.error:.1e}, allowed {bound(step):g}"
+            self.metrics["failed" if self.contender.is_ours else "wrong"] = said
+        eager.clear()
+
+    def _find_batch(self) -> None:
+        start = task_named(self.case.model).size(self.case.size).batch
+        limit = int((self.case.memory_gib or 0.0) * GIB)
+        began = time.perf_counter()
+        found = largest(
+            self._attempt, start, limit, self.effort.tries, grain=max(1, min(8, start // 8))
+        )
+        if found is None:
+            raise NotMeasurable(f"no batch was found that fits {self.case.memory_gib:g} GiB")
+        self.metrics |= {"largest_batch": found.batch, "tries": found.tries}
+        self.metrics |= {} if found.refused is None else {"refused_batch": found.refused}
+        self.metrics["search_s"] = time.perf_counter() - began
+        self._attempt(found.batch)
+
+    def _attempt(self, batch: int) -> int | None:
+        self.step = self.run = None
+        torch._dynamo.reset()
+        collect(self.device)
+        try:
+            self.step = self.run = build(self.contender, self.case, self.device.type, batch)
+            for _ in range(2):
+                self.step()
+            peak = peak_bytes(self.step)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.step = self.run = None
+            return None
+        limit = (self.case.memory_gib or 0.0) * GIB
+        return None if self.device.type == "cpu" and peak > limit else peak
+
+    def _time(self, step: Step, run: Callable[[], Any]) -> None:
+        clock = clock_for(self.device)
+        seconds: list[float] = []
+        with garbage_collected_before():
+            clock.measure(run, 1)
+            while len(seconds) < self.effort.rounds and (
+                len(seconds) < self.effort.fewest or sum(seconds) < self.effort.budget_s
+            ):
+                seconds.append(clock.measure(run, 1))
+        found = summarize(seconds)
+        self.metrics |= {"step_ms": found.median_s * 1e3, "step_ms_spread": found.spread_s * 1e3}
+        self.metrics["samples_per_s"] = step.samples / found.median_s
+
+
+def predicted_peak(step: Step) -> int | None:
+    """What Echo foretold of a step's peak: its graph's, which has the weights, their gradients and
+    the batch in it, and beside that the optimizer's state. None where the model is not one graph:
+    nobody has foretold then what the parts hold together."""
+    explain = getattr(step.run, "explain", None)
+    graphs = [] if explain is None else explain().graphs
+    if len(graphs) != 1 or graphs[0].chosen is None or graphs[0].calls != 1:
+        return None
+    return int(graphs[0].chosen.peak_bytes) + optimizer_bytes(step)
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Also where a compiler has wrapped the error in one of its own."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,135 @@
+"""Many prepare at once, one measures at a time.
+
+Compiling takes far longer than measuring and leaves the GPU idle, so that as many processes as
+there are workers prepare side by side. Then all of them wait, and each measures alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ecornn.bench.environment import PACKAGE
+from ecornn.bench.results import Row
+from ecornn.bench.training.cases import ModelCase
+from ecornn.bench.training.contenders import Contender
+from ecornn.bench.training.processes import Child, NoAnswer
+from ecornn.settings import child_environment
+
+COMMAND = (sys.executable, "-m", "ecornn.bench.training.worker")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`workers`: so many processes prepare at once. `prepare_s`, `measure_s`: how long each may
+    take for either before it is killed; `patience` times as long for what compiles several times,
+    or a loop unrolled."""
+
+    workers: int = 8
+    prepare_s: float = 150.0
+    measure_s: float = 60.0
+    patience: float = 3.0
+
+    def prepare_limit_s(self, case: ModelCase, contender: Contender) -> float:
+        patient = contender.unrolled or case.part == "batch"
+        return self.prepare_s * (self.patience if patient else 1.0)
+
+
+@dataclass
+class Job:
+    case: ModelCase
+    contender: Contender
+    metrics: dict[str, float | str] = field(default_factory=dict)
+
+    def lose(self, error: NoAnswer) -> None:
+        """Ours must not hang or die. What others do is told, and is no failure of this run."""
+        self.metrics["failed" if self.contender.is_ours else "not_measured"] = str(error)
+
+    def row(self) -> Row:
+        return Row(self.case, self.contender.name, self.metrics)
+
+
+def groups(jobs: Sequence[Job], size: int) -> list[Sequence[Job]]:
+    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    limits: Limits,
+    device: str,
+    effort: str,
+    tell: Callable[[str], None],
+    command: Sequence[str] = COMMAND,
+) -> Iterator[Job]:
+    """Each job as soon as it has its metrics. Whatever happens, no process is left behind."""
+    for group in groups(jobs, limits.workers):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ecornn-bench-")))
+            children = []
+            for i, job in enumerate(group):
+                started = (*command, str(os.getpid()))  # by whose end it ends too
+                child = Child(started, _environment(folder / str(i), job.case))
+                children.append(stack.enter_context(child))
+                child.send(
+                    {
+                        "case": job.case.to_json(),
+                        "contender": job.contender.name,
+                        "device": device,
+                        "effort": effort,
+                        "began": child.began,
+                        "threads": max(1, torch.get_num_threads() // len(group)),
+                    }
+                )
+            preparing = list(zip(group, children, strict=True))
+            tell(f"{group[0].case}: {', '.join(job.contender.name for job in group)} prepare")
+            ready = [(j, c) for j, c in preparing if _prepared(j, c, limits)]
+            yield from (job for job, child in preparing if (job, child) not in ready)
+            for job, child in ready:
+                tell(f"{job.case}: {job.contender.name}")
+                _measured(job, child, limits)
+                yield job
+
+
+def _environment(folder: Path, case: ModelCase) -> dict[str, str]:
+    """Cold caches of its own for each, so that nobody's set-up profits from another's."""
+    folder.mkdir()
+    changes = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "ECORNN_CACHE": str(folder / "ecornn"),
+    }
+    if case.part == "check":  # what cuBLAS needs in order to give the same result twice
+        changes["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return child_environment(PACKAGE, changes)
+
+
+def _prepared(job: Job, child: Child, limits: Limits) -> bool:
+    """Whether it is ready to be measured; if not, its metrics are there, or why there are none."""
+    try:
+        message = child.receive(child.began + limits.prepare_limit_s(job.case, job.contender))
+    except NoAnswer as error:
+        job.lose(error)
+        child.close()
+        return False
+    job.metrics |= message.get("metrics", {})
+    return "ready" in message
+
+
+def _measured(job: Job, child: Child, limits: Limits) -> None:
+    began = time.monotonic()
+    child.send("measure")
+    try:
+        job.metrics |= child.receive(began + limits.measure_s)["metrics"]
+        job.metrics["measure_s"] = time.monotonic() - began
+    except NoAnswer as error:
+        job.lose(error)
+    finally:
+        child.close()

@@ -1,0 +1,88 @@
+"""One contender of one case, measured in a process of its own.
+
+`python -m ecornn.bench.training.worker PARENT` reads a request, a line of JSON, from its input;
+prepares; says `{"ready": true}`; waits for a line; measures, while nobody else does; says
+`{"metrics": …}`. Where it cannot, it says why instead. PARENT is the process that asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ecornn.bench.runners import tf32_where_it_is_faster
+from ecornn.bench.training.build import NotMeasurable, configured
+from ecornn.bench.training.cases import ModelCase
+from ecornn.bench.training.contenders import ALL, EAGER
+from ecornn.bench.training.measure import EFFORTS, Measurement, first_line
+
+#: How soon a process notices.
+ORPHANED_AFTER_S = 0.5
+
+
+def serve(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+    case, contender = ModelCase.from_json(request["case"]), ALL[request["contender"]]
+    device = torch.device(request["device"])
+    job = Measurement(case, contender, device, EFFORTS[request["effort"]])
+    checking = case.part == "check"
+    if checking:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with (
+            tf32_where_it_is_faster(device),
+            configured(contender, request["threads"], eager_draws=checking),
+        ):
+            if device.type == "cuda":
+                torch.zeros(1, device=device)  # the context is nobody's set-up
+            job.prepare()
+            # the clock of the process that asked: this one's start is part of it
+            job.metrics["prepare_s"] = time.monotonic() - request["began"]
+            say({"ready": True})
+            if sys.stdin.readline():
+                job.measure()
+                say({"metrics": job.metrics})
+    except NotMeasurable as error:
+        say({"metrics": {"not_measured": str(error)}})
+    except Exception as error:
+        # Whatever a contender raises is its row. torch's own way to fail at what it was never
+        # said to do is no failure of ours.
+        why = "failed" if contender.is_ours or contender is EAGER else "not_measured"
+        say({"metrics": {why: first_line(error)}})
+        raise  # the whole story goes to the log
+
+
+def end_with_parent(parent: int) -> None:
+    """A process that nobody waits for any more must not keep the GPU: when whoever asked is gone,
+    killed perhaps, this one and the compilers it has started go too."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHANED_AFTER_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    end_with_parent(int(sys.argv[1]))
+    # What torch's compilers print must not get between the messages.
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(message: dict[str, Any]) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    serve(json.loads(sys.stdin.readline()), say)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Real measurements of tiny models on the CPU; in this process, but for one."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from ecornn.bench.training import worker
+from ecornn.bench.training.build import NotMeasurable
+from ecornn.bench.training.cases import ModelCase, make_case
+from ecornn.bench.training.contenders import ALL, CHECKPOINT, EAGER, ECHO_EAGER, Contender
+from ecornn.bench.training.measure import (
+    EFFORTS,
+    Measurement,
+    first_line,
+    out_of_memory,
+    predicted_peak,
+)
+from ecornn.bench.training.memory import peak_bytes
+from ecornn.bench.training.record import Options, record
+from ecornn.bench.training.schedule import Limits
+
+CPU = torch.device("cpu")
+STEP = make_case("lstm-lm", "step", tiny=True)
+
+
+def measured(case: ModelCase, contender: Contender) -> Measurement:
+    torch._dynamo.reset()
+    found = Measurement(case, contender, CPU, EFFORTS["quick"])
+    found.prepare()
+    found.measure()
+    return found
+
+
+def test_a_step_has_time_memory_and_set_up() -> None:
+    metrics = measured(STEP, EAGER).metrics
+    assert set(metrics) == {
+        *("setup_s", "step_ms", "step_ms_spread", "samples_per_s", "peak_bytes"),
+    }
+    assert metrics["samples_per_s"] == pytest.approx(4e3 / float(metrics["step_ms"]))
+
+
+def test_checkpoints_are_compared_with_eager() -> None:
+    metrics = measured(STEP, CHECKPOINT).metrics
+    assert metrics["error"] == 0
+    assert metrics["bitwise"] == 1
+
+
+def test_echo_is_compared_too_and_foretells_its_peak() -> None:
+    found = measured(make_case("gpt2", "step", tiny=True), ECHO_EAGER)
+    assert found.step is not None
+    predicted = found.metrics["predicted_peak_bytes"]
+    assert predicted == predicted_peak(found.step)
+    assert float(predicted) == pytest.approx(peak_bytes(found.step), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "nmt-50"])
+def test_echo_s_gradients_are_eager_s_to_the_bit(name: str) -> None:
+    metrics = measured(make_case(name, "check", tiny=True), ECHO_EAGER).metrics
+    assert (metrics["error"], metrics["state_error"], metrics["bitwise"]) == (0, 0, 1)
+    assert "failed" not in metrics
+
+
+def test_a_wrong_gradient_of_ours_has_failed_and_of_others_is_told() -> None:
+    class Sabotaged(Measurement):
+        def _first_steps(self) -> None:
+            super()._first_steps()
+            assert self.step is not None
+            for parameter in self.step.model.parameters():
+                parameter.register_hook(lambda gradient: 1.1 * gradient)
+
+    for contender, says in ((ECHO_EAGER, "failed"), (CHECKPOINT, "wrong")):
+        case = make_case("lstm-lm", "check", tiny=True)
+        found = Sabotaged(case, contender, CPU, EFFORTS["quick"])
+        torch._dynamo.reset()
+        found.prepare()
+        assert "relative error 1.0e-01" in str(found.metrics[says])
+        assert found.metrics["eager_repeats"] == 1
+
+
+def test_the_largest_batch_fits_and_is_timed() -> None:
+    case = make_case("lstm-lm", "batch", tiny=True)
+    found = measured(case, EAGER)
+    limit = (case.memory_gib or 0) * 2**30
+    assert found.step is not None
+    assert found.step.samples == found.metrics["largest_batch"]
+    assert float(found.metrics["peak_bytes"]) <= limit
+    assert float(found.metrics["refused_batch"]) > float(found.metrics["largest_batch"])
+    assert float(found.metrics["samples_per_s"]) > 0
+
+
+def test_a_limit_that_nothing_fits_is_told() -> None:
+    case = ModelCase("lstm-lm", "batch", memory_gib=1e-9, size="tiny")
+    with pytest.raises(NotMeasurable, match="fits 1e-09 GiB"):
+        measured(case, EAGER)
+
+
+def test_running_out_of_memory_is_known_inside_other_errors() -> None:
+    wrapped = RuntimeError("a compiler's")
+    wrapped.__cause__ = torch.OutOfMemoryError("full")
+    assert out_of_memory(wrapped)
+    assert not out_of_memory(RuntimeError("something else"))
+    assert first_line(ValueError("one\ntwo")) == "ValueError: one"
+
+
+class TestServing:
+    def serve(self, monkeypatch: pytest.MonkeyPatch, contender: str) -> list[dict[str, Any]]:
+        request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
+        request |= {"effort": "quick", "threads": 1, "began": 0.0}
+        said: list[dict[str, Any]] = []
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps("measure") + "\n"))
+        worker.serve(request, said.append)
+        return said
+
+    def test_it_is_ready_then_measures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ready, done = self.serve(monkeypatch, "eager")
+        assert ready == {"ready": True}
+        assert done["metrics"]["step_ms"] > 0
+
+    @pytest.mark.parametrize(
+        ("contender", "why"), [("echo", "failed"), ("torch.compile", "not_measured")]
+    )
+    def test_what_it_raises_is_a_message(
+        self, monkeypatch: pytest.MonkeyPatch, contender: str, why: str
+    ) -> None:
+        def broken(self: Measurement) -> None:
+            raise IndexError("off by one")
+
+        monkeypatch.setattr(Measurement, "prepare", broken)
+        said: list[dict[str, Any]] = []
+        request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
+        with pytest.raises(IndexError):
+            worker.serve(request | {"effort": "quick", "threads": 1, "began": 0.0}, said.append)
+        assert said == [{"metrics": {why: "IndexError: off by one"}}]
+
+    def test_what_cannot_be_measured_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refused(self: Measurement) -> None:
+            raise NotMeasurable("not here")
+
+        monkeypatch.setattr(Measurement, "prepare", refused)
+        assert self.serve(monkeypatch, "echo") == [{"metrics": {"not_measured": "not here"}}]
+
+
+def test_real_workers_measure_in_their_own_processes() -> None:
+    from rich.console import Console
+
+    options = Options("cpu", "quick", Limits(workers=2), contenders=("eager", "checkpoint"))
+    rows = record([STEP], options, Console(file=io.StringIO())).measured
+    assert [row.contender for row in rows] == ["eager", "checkpoint"]
+    assert [row.trouble for row in rows] == [None, None]
+    assert all((row.number("step_ms") or 0) > 0 for row in rows)
+    assert rows[1].number("bitwise") == 1
+    # the same tiny model in this process has the same peak: there is nothing else to count
+    assert rows[0].number("peak_bytes") == measured(STEP, ALL["eager"]).metrics["peak_bytes"]

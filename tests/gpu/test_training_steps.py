@@ -1,0 +1,79 @@
+"""The contenders of `ecornn bench echo` on CUDA, on tiny models: graphs, limits of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ecornn.bench.runners import tf32_where_it_is_faster
+from ecornn.bench.training.build import NotMeasurable, configured
+from ecornn.bench.training.cases import NAMED, ModelCase, make_case
+from ecornn.bench.training.contenders import CHECKPOINT, EAGER, ECHO, replayed
+from ecornn.bench.training.measure import EFFORTS, Measurement
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    torch.use_deterministic_algorithms(False)  # its filled buffers would be counted as time
+    torch._dynamo.reset()
+    with tf32_where_it_is_faster(CUDA):
+        yield
+
+
+def measured(case: ModelCase, contender: object) -> dict[str, float | str]:
+    found = Measurement(case, contender, CUDA, EFFORTS["quick"])  # type: ignore[arg-type]
+    with configured(found.contender, 2, eager_draws=case.part == "check"):
+        found.prepare()
+        found.measure()
+    return found.metrics
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("contender", [EAGER, CHECKPOINT], ids=lambda c: c.name)
+def test_plain_steps(name: str, contender: object) -> None:
+    metrics = measured(make_case(name, "step", tiny=True), contender)
+    assert float(metrics["step_ms"]) > 0
+    assert float(metrics["peak_bytes"]) > 0
+    assert "wrong" not in metrics
+
+
+@pytest.mark.parametrize("name", [n for n in NAMED if n != "speech"])
+def test_a_replayed_step_is_eager_s(name: str) -> None:
+    """Dropout included. The speech model's CTC loss waits for the device, which no graph can."""
+    metrics = measured(make_case(name, "step", tiny=True), replayed(EAGER))
+    assert "wrong" not in metrics
+    assert float(metrics["error"]) < 1e-2
+
+
+def test_what_cannot_be_captured_says_why() -> None:
+    with pytest.raises(NotMeasurable, match="random numbers"):
+        measured(make_case("gpt2", "step", tiny=True), replayed(CHECKPOINT))
+
+
+def test_a_replayed_checkpoint() -> None:
+    metrics = measured(make_case("nmt-50", "step", tiny=True), replayed(CHECKPOINT))
+    assert "wrong" not in metrics
+    assert float(metrics["step_ms"]) > 0
+
+
+def test_the_largest_batch_is_found_by_running_out_of_memory() -> None:
+    case = ModelCase("lstm-lm", "batch", memory_gib=0.25, size="tiny")
+    metrics = measured(case, EAGER)
+    assert float(metrics["largest_batch"]) > 4
+    assert float(metrics["peak_bytes"]) <= 0.25 * 2**30
+
+
+@pytest.mark.parametrize("contender", [ECHO, replayed(ECHO)], ids=lambda c: c.name)
+def test_echo(contender: object) -> None:
+    metrics = measured(make_case("nmt-50", "step", tiny=True), contender)
+    assert "failed" not in metrics
+    assert float(metrics["step_ms"]) > 0
+
+
+def test_echo_is_eager_s_when_it_draws_as_eager_does() -> None:
+    metrics = measured(make_case("nmt-50", "check", tiny=True), ECHO)
+    assert float(metrics["error"]) < 1e-3
