@@ -18,8 +18,8 @@ from ecornn.echo.plan.groups import Group, groups_of, kept_with, run_again
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.schedule import FOR_ALL
 
-#: Operations gone through for estimates, at most: 250,000 took 3 s on one core.
-MOST_WORK = 250_000
+#: Operations gone through for estimates, at most; each takes about 10 µs on one core.
+MOST_WORK = 150_000
 #: How many plans, of those with the lowest peaks, are looked at more closely.
 BEST = 4
 #: How many products in a row may be run again.
