@@ -20,7 +20,6 @@ from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.rewrite import split
-from ecornn.echo.schedule import as_late_as_possible
 from support.programs import PROGRAMS, function_of, two_hundred
 
 
@@ -90,8 +89,7 @@ def echo_partition(
     joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     passes = Passes(read_graph(joint), num_fwd_outputs)
-    forward, backward = split(joint, passes, bidirectional(passes))
-    return forward, as_late_as_possible(backward)
+    return split(joint, passes, bidirectional(passes))
 
 
 def gradients(run: Callable[..., Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:

@@ -1,1 +1,12 @@
-"""Selective recomputation of feature maps, for any PyTorch model; not yet a compile backend."""
+"""Selective recomputation of feature maps, for any PyTorch model: a backend for torch.compile.
+
+Importing this room registers the backend "echo", for sources that were not installed.
+"""
+
+from ecornn.echo.backend import FellBack, compiled_by_name, register
+from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.report import Report
+
+register()
+
+__all__ = ["FellBack", "NotUnderstood", "Report", "compiled_by_name"]

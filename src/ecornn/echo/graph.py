@@ -26,13 +26,14 @@ class NotUnderstood(EcornnError, RuntimeError):
 
 #: What can be said of an operation without knowing its numbers:
 #: "input"    given to the graph
+#: "constant" belongs to the graph
 #: "view"     makes no memory of its own
 #: "product"  does far more arithmetic than it reads and writes
 #: "random"   gives something else when it is run again
 #: "opaque"   not known to give the same when it is run again
 #: "number"   a size or another number, not a tensor: passed on as it is
 #: "cheap"    everything else: elementwise operators, reductions, copies
-KINDS = ("input", "view", "product", "random", "opaque", "number", "cheap")
+KINDS = ("input", "constant", "view", "product", "random", "opaque", "number", "cheap")
 
 #: Operators that are never run again, by the name of their packet.
 PRODUCTS = frozenset(
@@ -81,6 +82,10 @@ class Graph:
     @property
     def inputs(self) -> tuple[int, ...]:
         return tuple(i for i, op in enumerate(self.operations) if op.kind == "input")
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        return tuple(i for i, op in enumerate(self.operations) if op.kind == "constant")
 
 
 def read_graph(module: fx.GraphModule) -> Graph:
@@ -144,7 +149,7 @@ def mutated_inputs(module: fx.GraphModule) -> frozenset[str]:
 
 def _kind(node: fx.Node, *, makes_memory: bool) -> str:
     if node.op in ("placeholder", "get_attr"):
-        return "input"
+        return "input" if node.op == "placeholder" else "constant"
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         if torch.Tag.nondeterministic_seeded in target.tags:

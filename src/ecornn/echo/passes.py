@@ -28,19 +28,17 @@ class Passes:
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """Results of the forward pass that the backward pass uses."""
-        return frozenset(
-            used
-            for i in self.backward
-            for used in self.graph.operations[i].uses
-            if used not in self.backward
-        )
+        """Results of the forward pass that the backward pass uses or returns."""
+        used = {used for i in self.backward for used in self.graph.operations[i].uses}
+        returned = {i for i in self.graph.outputs[self.forward_outputs :] if i is not None}
+        return frozenset((used | returned) - self.backward)
 
     @cached_property
     def held_anyway(self) -> frozenset[int]:
         """Storages that are there between the passes whatever is kept: inputs and results."""
         results = self.graph.outputs[: self.forward_outputs]
-        whose = {*self.graph.inputs, *(i for i in results if i is not None)}
+        whose = {*self.graph.inputs, *self.graph.constants}
+        whose |= {i for i in results if i is not None}
         return frozenset(s for i in whose for s in self.graph.operations[i].holds)
 
     def bytes_of(self, kept: frozenset[int]) -> int:

@@ -1,108 +1,264 @@
-"""From a joint graph to its two passes: several ways to split it, simulated, the best one taken.
+"""From a joint graph to its two passes: read, refuse or plan, rank, rewrite, verify.
 
-torch's own ways are always among them, so that the outcome is never worse than they are.
+torch's own ways to split a graph are always among the candidates, so that the outcome is never
+worse than they are, and are what is left when a graph is not understood.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
+from ecornn.echo.analysis.cost import CostModel
 from ecornn.echo.analysis.liveness import simulate
-from ecornn.echo.graph import NotUnderstood, read_graph
+from ecornn.echo.analysis.machine import machine_of
+from ecornn.echo.graph import Graph, NotUnderstood, read_graph
+from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.plan.bidirectional import bidirectional
-from ecornn.echo.rewrite import split
-from ecornn.echo.schedule import as_late_as_possible
+from ecornn.echo.plan.budget import NO_LIMITS, Limits, plans_for, rank, refuse
+from ecornn.echo.plan.estimate import Estimate, Plan
+from ecornn.echo.plan.prices import Prices, fused, one_by_one
+from ecornn.echo.rewrite import Modules, duplicate, split, without_unread_draws
+from ecornn.echo.schedule import Program, Step
+from ecornn.echo.verify import differences, refusal
 
-Modules = tuple[fx.GraphModule, fx.GraphModule]
-Strategy = Callable[[fx.GraphModule, Sequence[Any], int], Modules]
+Partitioner = Callable[..., Modules]
 
-
-def _stock(module: fx.GraphModule, inputs: Sequence[Any], outputs: int) -> Modules:
-    found: Modules = default_partition(module, inputs, num_fwd_outputs=outputs)
-    return found
-
-
-def _min_cut(module: fx.GraphModule, inputs: Sequence[Any], outputs: int) -> Modules:
-    found: Modules = min_cut_rematerialization_partition(module, inputs, num_fwd_outputs=outputs)
-    return found
-
-
-def _echo(module: fx.GraphModule, inputs: Sequence[Any], outputs: int) -> Modules:
-    passes = Passes(read_graph(module), outputs)
-    forward, backward = split(module, passes, bidirectional(passes))
-    return forward, as_late_as_possible(backward)
-
-
-#: In the order in which a tie is decided: whoever recomputes less comes first.
-STRATEGIES: dict[str, Strategy] = {
-    "keep all": _stock,
-    "torch's min-cut": _min_cut,
-    "bidirectional": _echo,
+#: torch's own, in the order in which a tie is decided: whoever recomputes less comes first.
+STOCK: dict[str, Partitioner] = {
+    "keep all": default_partition,
+    "torch's min-cut": min_cut_rematerialization_partition,
 }
+#: Operations of a graph beyond which torch's min-cut is not tried: it took 18 s for 13,686.
+MOST_FOR_MIN_CUT = 6000
+#: How many of our own plans are rewritten before torch's are taken.
+TRIES = 3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for a graph. `calls`: how often its forward pass runs before its backward
+    passes do. `settings` go to torch's partitioners as they come."""
+
+    memory: Memory = AUTO
+    calls: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to split a graph, and what it would hold."""
+    """One way to split a graph, and what it would hold and take."""
 
     strategy: str
-    modules: Modules
-    forward_peak: int
-    backward_peak: int
-
-    @property
-    def peak(self) -> int:
-        return max(self.forward_peak, self.backward_peak)
+    estimate: Estimate
+    modules: Modules | None = None  # of torch's own ways
+    plan: Plan | None = None  # of ours
 
 
 @dataclass(frozen=True)
 class Decision:
+    request: Request
     chosen: Candidate
+    modules: Modules
     candidates: tuple[Candidate, ...]
     #: Strategies that could not serve, with the reason.
     refused: tuple[tuple[str, str], ...]
+    #: None where the graph could not be read.
+    passes: Passes | None = None
+    prices: Prices | None = None
+    limits: Limits = NO_LIMITS
+    #: Why the graph was left to torch's own partitioner.
+    fallback: str | None = None
 
-    def explain(self) -> str:
-        lines = ["simulated peak of the forward / backward pass, bytes"]
-        for candidate in self.candidates:
-            mark = "→" if candidate is self.chosen else " "
-            figures = f"{candidate.forward_peak:,} / {candidate.backward_peak:,}"
-            lines.append(f"{mark} {candidate.strategy}: {figures}")
-        lines += [f"  {name}: refused, {why}" for name, why in self.refused]
-        return "\n".join(lines)
+    def candidate(self, strategy: str) -> Candidate:
+        return next(c for c in self.candidates if c.strategy == strategy)
 
 
-def decide(module: fx.GraphModule, inputs: Sequence[Any], forward_outputs: int) -> Decision:
-    """The split with the lowest simulated peak."""
-    found: list[Candidate] = []
+def decide(
+    module: fx.GraphModule, inputs: Sequence[Any], forward_outputs: int, request: Request
+) -> Decision:
+    """The best split for a request. Raises where a budget in bytes cannot be met."""
+    try:
+        passes = Passes(read_graph(module), forward_outputs)
+        why = refusal(module, passes)
+    except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
+        why = _first_line(error)
+    if why is not None:
+        return _left_to_torch(module, inputs, forward_outputs, request, why)
+    prices = _prices(passes, fuses=request.settings.get("compiler") == "inductor")
     refused: list[tuple[str, str]] = []
-    for name, strategy in STRATEGIES.items():
+    candidates = _stock(module, inputs, passes, prices, request, refused)
+    there = {candidate.strategy: candidate.estimate for candidate in candidates}
+    before = there["keep all"].peak(request.calls) if "keep all" in there else 0
+    found, limits = plans_for(request.memory, passes, prices, request.calls, before)
+    candidates += [
+        Candidate(one.plan.label, one.estimate, plan=one.plan)
+        for one in found
+        if one.plan.label not in there
+    ]
+    chosen, modules = _first_that_is_right(module, passes, request, limits, candidates, refused)
+    return Decision(
+        *(request, chosen, modules, tuple(candidates), tuple(refused), passes, prices, limits),
+        fallback=None if chosen.plan else _failed(candidates, refused),
+    )
+
+
+def _first_that_is_right(
+    module: fx.GraphModule,
+    passes: Passes,
+    request: Request,
+    limits: Limits,
+    candidates: list[Candidate],
+    refused: list[tuple[str, str]],
+) -> tuple[Candidate, Modules]:
+    """In order of rank; what was rewritten wrongly is never used."""
+    ranked = []
+    for candidate in candidates:
+        bounds = limits if candidate.plan else Limits(limits.bytes, float("inf"))
+        place = rank(bounds, candidate.estimate, request.calls)
+        if place is not None:
+            ranked.append((place, candidate))
+    ranked.sort(key=lambda one: one[0])
+    tried = 0
+    for _, candidate in ranked:
+        if candidate.modules is not None:
+            return candidate, candidate.modules
+        if candidate.plan is None or tried == TRIES:
+            continue
+        tried += 1
         try:
-            # a strategy may change the graph it is given
-            modules = strategy(copy.deepcopy(module), inputs, forward_outputs)
-            found.append(_simulated(name, modules))
+            modules = split(duplicate(module), passes, candidate.plan.kept, candidate.plan.window)
+            wrong = differences(module, passes, modules)
         except (NotUnderstood, AssertionError, RuntimeError) as error:
-            refused.append((name, str(error).splitlines()[0] if str(error) else repr(error)))
-    if not found:
+            wrong = [_first_line(error)]
+        if not wrong:
+            return candidate, modules
+        refused.append((candidate.strategy, f"not the same computation: {wrong[0]}"))
+    if not candidates:
         raise NotUnderstood("; ".join(f"{name}: {why}" for name, why in refused))
-    return Decision(min(found, key=lambda c: c.peak), tuple(found), tuple(refused))
+    affordable = [c for c in candidates if not c.plan or c.estimate.seconds_added <= limits.seconds]
+    smallest = min(candidate.estimate.peak(request.calls) for candidate in affordable)
+    raise refuse(request.memory, limits, smallest)
 
 
-def _simulated(name: str, modules: Modules) -> Candidate:
+def _failed(candidates: list[Candidate], refused: list[tuple[str, str]]) -> str | None:
+    """Of our plans, the first that was wrong."""
+    ours = {candidate.strategy for candidate in candidates if candidate.plan is not None}
+    return next((f"{name}: {why}" for name, why in refused if name in ours), None)
+
+
+def _stock(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    passes: Passes,
+    prices: Prices,
+    request: Request,
+    refused: list[tuple[str, str]],
+) -> list[Candidate]:
+    found = []
+    for name, partitioner in STOCK.items():
+        count = len(passes.graph.operations)
+        if partitioner is STOCK["torch's min-cut"] and count > MOST_FOR_MIN_CUT:
+            refused.append((name, f"not tried: it would take long for {count:,} operations"))
+            continue
+        try:
+            modules = _partitioned(partitioner, module, inputs, passes.forward_outputs, request)
+            found.append(Candidate(name, _simulated(modules, passes, prices), modules))
+        except (NotUnderstood, AssertionError, RuntimeError) as error:
+            refused.append((name, _first_line(error)))
+    return found
+
+
+def _partitioned(
+    partitioner: Partitioner,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    forward_outputs: int,
+    request: Request,
+) -> Modules:
+    settings = dict(request.settings)
+    if partitioner is default_partition:
+        settings.pop("compiler", None)
+    found: Modules = partitioner(
+        duplicate(module), inputs, num_fwd_outputs=forward_outputs, **settings
+    )
+    return without_unread_draws(found)
+
+
+def _left_to_torch(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    forward_outputs: int,
+    request: Request,
+    why: str,
+) -> Decision:
+    """torch's own partition, whatever it holds; a budget cannot be promised then."""
+    if request.memory.kind in ("bytes", "fraction"):
+        raise NotUnderstood(
+            f'memory: {request.memory} cannot be promised, since {why}; ask for "auto", which'
+            " leaves such a graph to torch's own partitioner"
+        )
+    name = "torch's min-cut"
+    modules = _partitioned(STOCK[name], module, inputs, forward_outputs, request)
+    unknown = Candidate(name, Estimate(0, 0, 0, 0.0), modules)
+    return Decision(request, unknown, modules, (unknown,), (), fallback=why)
+
+
+def _simulated(modules: Modules, passes: Passes, prices: Prices) -> Estimate:
     forward, backward = (read_graph(module) for module in modules)
     # what the model is called with, weights among it, is held by the caller in both passes
     own = {forward.operations[i].name for i in forward.inputs}
     held = [i for i in backward.inputs if backward.operations[i].name in own]
-    return Candidate(
-        name,
-        modules,
+    results, kept = (
+        {s for i in part if i is not None for s in forward.operations[i].holds}
+        for part in (
+            forward.outputs[: passes.forward_outputs],
+            forward.outputs[passes.forward_outputs :],
+        )
+    )
+    inputs = {s for i in forward.inputs for s in forward.operations[i].holds}
+    programs = (_as_program(graph, passes) for graph in (forward, backward))
+    return Estimate(
         simulate(forward, forward.inputs).peak_bytes,
         simulate(backward, held).peak_bytes,
+        sum(forward.storages[s] for s in kept - results - inputs),
+        prices.added(*programs),
     )
+
+
+def _as_program(graph: Graph, passes: Passes) -> Program:
+    """A graph of torch's in terms of the joint graph, found by name; what torch has added to it is
+    taken to cost nothing."""
+    place = {operation.name: i for i, operation in enumerate(passes.graph.operations)}
+    known = [i for i, operation in enumerate(graph.operations) if operation.name in place]
+    order = [i for i in known if graph.operations[i].kind == "input"]
+    given = len(order)
+    order += [i for i in known if graph.operations[i].kind != "input"]
+    step_of = {i: k for k, i in enumerate(order)}
+    steps = [
+        Step(
+            place[graph.operations[i].name],
+            tuple(step_of[used] for used in graph.operations[i].uses if used in step_of),
+        )
+        for i in order
+    ]
+    leaving = tuple(None if i is None else step_of.get(i) for i in graph.outputs)
+    return Program(tuple(steps), given, leaving)
+
+
+def _prices(passes: Passes, *, fuses: bool) -> Prices:
+    costs, operations = CostModel.of(passes.graph), passes.graph.operations
+    seconds = tuple(costs.seconds(operation) for operation in operations)
+    if not fuses:
+        return one_by_one(seconds)
+    devices = [operation.work.device for operation in operations if operation.work.device]
+    machine = machine_of(devices[0] if devices else None)
+    return fused(passes, seconds, machine.bandwidth, machine.launch_s)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else repr(error)

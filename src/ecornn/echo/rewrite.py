@@ -1,63 +1,106 @@
 """From a joint graph and what to keep of it to a forward and a backward graph.
 
-The only place that builds graphs. What is needed and not kept is run again in the backward graph.
+The only place that builds graphs. What is needed and not kept is run again in the backward graph,
+where and as often as its program says.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
+import torch
 from torch import fx
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
-from ecornn.echo.graph import Graph
+from ecornn.echo.graph import SYMBOLS, NotUnderstood
 from ecornn.echo.passes import Passes
+from ecornn.echo.schedule import FOR_ALL, Program, backward_program, saved
 
-
-def saved(passes: Passes, kept: frozenset[int]) -> list[int]:
-    """Everything that goes from the forward to the backward pass: what is kept, and the inputs that
-    it or what is run again reads. A tensor each: an operation of several results is passed by those
-    that are read."""
-    graph = passes.graph
-    found: set[int] = set()
-    seen: set[int] = set()
-    waiting = list(passes.needed)
-    while waiting:
-        i = waiting.pop()
-        if i in seen:
-            continue
-        seen.add(i)
-        if i in kept or graph.operations[i].kind == "input":
-            found.add(i)
-        else:
-            waiting += graph.operations[i].uses
-    return sorted(_one_by_one(graph, found, seen))
-
-
-def _one_by_one(graph: Graph, found: set[int], seen: set[int]) -> set[int]:
-    several = {i for i in found if graph.operations[i].several}
-    parts = {i for i in seen if set(graph.operations[i].uses) & several}
-    return (found - several) | parts
+Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 
 def split(
-    module: fx.GraphModule, passes: Passes, kept: frozenset[int]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+    module: fx.GraphModule, passes: Passes, kept: frozenset[int], window: int = FOR_ALL
+) -> Modules:
     """(forward graph, backward graph)"""
     nodes = {node.name: node for node in module.graph.nodes}
-    names = [passes.graph.operations[i].name for i in saved(passes, kept)]
+    between = saved(passes, kept)
+    passed = [nodes[passes.graph.operations[i].name] for i in between]
+    numbers = [node for node in passed if isinstance(node.meta.get("val"), SYMBOLS)]
     forward, backward = _extract_fwd_bwd_modules(
         module,
-        [nodes[name] for name in names],
-        saved_sym_nodes=[],
+        [node for node in passed if node not in numbers],
+        saved_sym_nodes=numbers,
         num_fwd_outputs=passes.forward_outputs,
     )
-    return forward, without_unread(backward)
+    return forward, as_written(backward, passes, backward_program(passes, between, window))
 
 
-def without_unread(module: fx.GraphModule) -> fx.GraphModule:
-    """Remove what nobody reads. torch leaves random draws there, since they move the generator; in
-    a backward pass that is just why they must go: the model itself draws nothing there."""
-    for node in reversed(module.graph.nodes):
-        if not node.users and node.op not in ("placeholder", "output"):
-            module.graph.erase_node(node)
-    module.recompile()
-    return module
+def as_written(module: fx.GraphModule, passes: Passes, program: Program) -> fx.GraphModule:
+    """A backward graph that runs what a program says. torch's own leaves random draws there that
+    nobody reads, since they move the generator; in a backward pass that is just why they must go:
+    the model itself draws nothing there."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    graph = fx.Graph()
+    arriving = {
+        node.name: graph.node_copy(node) for node in module.graph.find_nodes(op="placeholder")
+    }
+    made: list[fx.Node | None] = []
+    copies: Counter[str] = Counter()
+    for place, step in enumerate(program.steps):
+        operation = passes.graph.operations[step.operation]
+        if place < program.given:
+            made.append(arriving.get(operation.name))  # None: nobody reads it
+            continue
+        if (node := nodes.get(operation.name)) is None:
+            raise NotUnderstood(f"torch left {operation.name} out of the backward graph")
+        sources = {
+            passes.graph.operations[used].name: made[source]
+            for used, source in zip(operation.uses, step.sources, strict=True)
+        }
+        made.append(_copy(graph, node, sources, copies[operation.name]))
+        copies[operation.name] += 1
+    (output,) = module.graph.find_nodes(op="output")
+    results = [
+        old if place is None else made[place]
+        for old, place in zip(output.args[0], program.outputs, strict=True)
+    ]
+    graph.output(type(output.args[0])(results)).meta = dict(output.meta)
+    graph.lint()
+    return fx.GraphModule(module, graph, class_name=type(module).__name__)
+
+
+def _copy(
+    graph: fx.Graph, node: fx.Node, sources: dict[str, fx.Node | None], earlier: int
+) -> fx.Node:
+    """The first copy has the node's name; others must not take a name that another node has."""
+    name = f"{node.name}_again_{earlier}" if earlier else node.name
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda old: sources[old.name])
+    new = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    new.meta = dict(node.meta)
+    return new
+
+
+def duplicate(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own over the same attributes: partitioners change the one they are given."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(module.graph, copied)
+    (output,) = module.graph.find_nodes(op="output")
+    graph.output(results).meta = dict(output.meta)
+    found = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    found.meta.update(module.meta)
+    return found
+
+
+def without_unread_draws(modules: Modules) -> Modules:
+    """torch's partitioners leave a forward pass's random draw in the backward graph as well if what
+    it is made of is there, although nobody reads it: it would move the generator once more."""
+    forward, backward = modules
+    drawn = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    for node in reversed(backward.graph.nodes):
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if random and not node.users and node.name in drawn:
+            backward.graph.erase_node(node)
+    backward.recompile()
+    return forward, backward

@@ -34,7 +34,7 @@ def last_uses(graph: Graph, held: Collection[int]) -> dict[int, list[int]]:
     for i, operation in enumerate(graph.operations):
         for used in operation.uses:
             last[used] = i
-    kept: set[int | None] = {*graph.outputs, *held}
+    kept: set[int | None] = {*graph.outputs, *graph.constants, *held}
     found: dict[int, list[int]] = {}
     for operation_, user in last.items():
         if operation_ not in kept:
@@ -48,11 +48,11 @@ def simulate(graph: Graph, held: Collection[int]) -> Timeline:
     ends = last_uses(graph, held)
     references = [0] * len(graph.storages)
     total, bytes_at = 0, []
-    # all inputs are there before the first operation runs
-    for i in graph.inputs:
+    # all inputs and constants are there before the first operation runs
+    for i in (*graph.inputs, *graph.constants):
         total += _take(graph, i, references)
     for i, operation in enumerate(graph.operations):
-        if operation.kind != "input":
+        if operation.kind not in ("input", "constant"):
             total += _take(graph, i, references)
         bytes_at.append(total)
         for ended in ends.get(i, ()):

@@ -1,0 +1,165 @@
+"""`EchoBackend`: what torch.compile calls for every graph that it has traced.
+
+Code generation is torch's: "eager" runs the operators of the two passes one by one, "inductor"
+compiles them. Both get their passes from `pipeline.decide`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ecornn._version import __version__
+from ecornn.echo.options import Options, read_options
+from ecornn.echo.pipeline import Decision, Request, decide
+from ecornn.echo.report import GraphReport, Report
+from ecornn.echo.rewrite import Modules
+
+
+class FellBack(UserWarning):
+    """A graph was left to torch's own partitioner."""
+
+
+class EchoBackend:
+    """A backend for torch.compile, which remembers what it decided. `calls`: how often a graph's
+    forward pass runs before its backward passes do, as a decoder's step does."""
+
+    def __init__(self, options: Options, *, calls: int = 1, part: str = "") -> None:
+        self.options, self.calls, self.part = options, calls, part
+        self.report = Report()
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        codegen, why = choose_codegen(self.options.codegen, inputs)
+        told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
+        self.report.add(told)
+        partitioner = _Partition(self, told)
+        generate = _inductor if codegen == "inductor" else _eager
+        return generate(module, inputs, partitioner)
+
+
+class _Partition:
+    """Splits the joint graph of one traced graph, and tells its report."""
+
+    def __init__(self, backend: EchoBackend, told: GraphReport) -> None:
+        self.backend, self.told = backend, told
+
+    def __call__(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **settings: Any
+    ) -> Modules:
+        request = Request(self.backend.options.memory, self.backend.calls, settings)
+        decision = decide(joint, inputs, num_fwd_outputs, request)
+        self.told.decided(joint, decision)
+        if decision.fallback is not None:
+            _warn(self.told.name, decision)
+        return decision.modules
+
+    def key(self) -> str:
+        """Everything that a split depends on beside the graph."""
+        options, calls = self.backend.options, self.backend.calls
+        return f"echo {options.memory!r} {calls} {sources_key()}"
+
+
+def _warn(name: str, decision: Decision) -> None:
+    message = f"echo leaves {name} to torch's own partitioner: {decision.fallback}"
+    warnings.warn(message, FellBack, stacklevel=2)
+
+
+def choose_codegen(asked: str | None, inputs: Sequence[Any]) -> tuple[str, str]:
+    """(code generation, why)"""
+    if asked is not None:
+        return asked, "asked for"
+    on_cuda = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in inputs)
+    if not on_cuda:
+        return "eager", "the graph has no input on CUDA"
+    if importlib.util.find_spec("triton") is None:
+        return "eager", "Triton is not installed"
+    return "inductor", "the graph runs on CUDA and Triton is installed"
+
+
+def _eager(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: _Partition
+) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiler = aot_autograd(
+        fw_compiler=one_by_one,
+        bw_compiler=one_by_one,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    compiled: Callable[..., Any] = compiler(module, inputs)
+    return compiled
+
+
+def one_by_one(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Run a graph's operators as they stand. The list of arguments is emptied at the start, and
+    each value is given up after its last use: nobody but the graph holds what was kept."""
+    from torch.fx import graph as fx_graph
+
+    if hasattr(fx_graph, "_BoxedCodeGen"):
+        module.graph.set_codegen(fx_graph._BoxedCodeGen())
+        module.recompile()
+        forward = module.forward
+    else:
+        forward = fx.Interpreter(module).boxed_run
+
+    def run(arguments: list[Any]) -> Any:
+        return forward(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: _Partition
+) -> Callable[..., Any]:
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    from ecornn.echo.inductor import EchoPartitioner
+
+    # AOTAutograd's cache would skip the partitioner, and with it what explain() tells. The cache
+    # of compiled code, which is what takes long, stays.
+    with functorch_config.patch(enable_autograd_cache=False):
+        patches = {"custom_partitioner_fn": EchoPartitioner(partition, partition.key())}
+        compiled = compile_fx(module, inputs, config_patches=patches)
+    assert callable(compiled)
+    return compiled
+
+
+@cache
+def sources_key() -> str:
+    """Changes with every change of Echo, or of torch."""
+    digest = hashlib.sha256(f"{__version__} {torch.__version__}".encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+#: What `torch.compile(..., backend="echo")` decided in this process; the latest graphs.
+compiled_by_name = Report(most=64)
+
+
+def echo(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend by its name."""
+    backend = EchoBackend(read_options(options))
+    backend.report = compiled_by_name
+    return backend(module, inputs)
+
+
+def register() -> None:
+    """Make `backend="echo"` known, where the package's entry point is not installed."""
+    from torch._dynamo.backends import registry
+
+    if "echo" not in registry._COMPILER_FNS:
+        registry.register_backend(compiler_fn=echo, name="echo")

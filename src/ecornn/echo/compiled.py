@@ -1,0 +1,147 @@
+"""`ecornn.compile`: a model, or a function, compiled with Echo, that can say what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from ecornn.echo.backend import EchoBackend
+from ecornn.echo.explain import Explanation
+from ecornn.echo.options import Options, read_options
+from ecornn.echo.regions import Regions, named
+from ecornn.errors import EcornnError, InvalidInput
+
+
+def compile(  # torch's name for it
+    model: Callable[..., Any],
+    *,
+    memory: str | int | float = "auto",
+    codegen: str | None = None,
+    regions: str | Sequence[str | nn.Module] = "auto",
+    dynamic: bool | None = None,
+) -> Any:
+    """Compile a model or a function with Echo.
+
+    memory: "auto", "min", a size such as "6GiB", bytes, or a fraction; see `Memory`.
+    codegen: "inductor" or "eager"; by default "inductor" on CUDA where Triton is installed.
+    regions: parts that the model calls many times in one forward pass and that are compiled by
+        themselves, once for all calls: "auto" finds them at the first call; paths or modules name
+        them; () compiles the whole model, its loops unrolled.
+    dynamic: as in torch.compile.
+
+    A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
+    which also has `explain()`.
+    """
+    options = read_options({"memory": memory, "codegen": codegen})
+    if isinstance(model, nn.Module):
+        return CompiledModel(model, options, _checked(model, regions), dynamic)
+    if not callable(model):
+        raise InvalidInput("model", repr(model), "a module or a function", "pass what is called")
+    if regions not in ("auto", ()):
+        raise InvalidInput(
+            "regions", repr(regions), "a model that has parts", "a function is compiled as a whole"
+        )
+    return CompiledFunction(model, options, dynamic)
+
+
+def _checked(model: nn.Module, regions: Any) -> tuple[str, ...] | None:
+    """Paths of parts; None: to be found."""
+    if regions == "auto":
+        return None
+    if isinstance(regions, str):
+        raise InvalidInput(
+            "regions", repr(regions), '"auto" or a list of parts', f"write [{regions!r}]"
+        )
+    return tuple(named(model, region) for region in regions)
+
+
+class CompiledFunction:
+    def __init__(self, function: Callable[..., Any], options: Options, dynamic: bool | None):
+        self.backend = EchoBackend(options, part=getattr(function, "__name__", "function"))
+        self._run = torch.compile(function, backend=self.backend, dynamic=dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_plain_errors(self._run, args, kwargs)
+
+    def explain(self) -> Explanation:
+        return Explanation(self.backend.report.graphs)
+
+
+class CompiledModel(nn.Module):
+    """Behaves as the model that it holds: its attributes, parameters and `state_dict` are those of
+    the model. Copies and pickles are compiled anew when they are called."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        regions: tuple[str, ...] | None,
+        dynamic: bool | None,
+    ) -> None:
+        super().__init__()
+        self._modules["_orig_mod"] = model
+        self.__dict__["training"] = model.training
+        self.__dict__["_asked"] = (options, regions, dynamic)
+        self.__dict__["_regions"] = Regions(model, options, regions, dynamic)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_plain_errors(self._regions, args, kwargs)
+
+    def explain(self) -> Explanation:
+        """What is kept and what is made again, for every graph that was compiled so far."""
+        regions: Regions = self._regions
+        return Explanation(regions.graphs(), regions.told())
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__["_modules"]["_orig_mod"]
+        if name == "_orig_mod":
+            return model
+        if name.startswith("__"):  # copying and pickling are ours
+            raise AttributeError(name)
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self._orig_mod, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._orig_mod, name)
+
+    def train(self, mode: bool = True) -> CompiledModel:
+        self.__dict__["training"] = mode
+        self._orig_mod.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod.named_modules(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._orig_mod, *self._asked)
+
+
+def _with_plain_errors(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What this library refuses is raised as it is, not as a failure of torch's compiler."""
+    try:
+        return run(*args, **kwargs)
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, EcornnError):
+            raise failed.inner_exception from None
+        raise

@@ -1,0 +1,175 @@
+"""What Echo decided, for people: a table by module, JSON, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ecornn.echo.options import size_text
+from ecornn.echo.report import GraphReport, Value
+
+COLUMNS = ("module", "kept", "made again", "freed", "time added", "why")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The results of one module that the backward pass needs."""
+
+    module: str
+    kept_bytes: int
+    freed_bytes: int
+    seconds: float
+    made_again: int
+    why: str
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.module or "(the model)",
+            size_text(self.kept_bytes),
+            str(self.made_again),
+            size_text(self.freed_bytes),
+            f"{self.seconds * 1e6:.1f} µs",
+            self.why,
+        )
+
+
+def rows_of(graph: GraphReport) -> list[Row]:
+    """By module, those with most bytes first."""
+    modules: dict[str, list[Value]] = {}
+    for value in graph.values:
+        modules.setdefault(value.module, []).append(value)
+    found = []
+    for module, values in modules.items():
+        kept = [value for value in values if value.kept]
+        again = [value for value in values if not value.kept and value.runs]
+        largest = max(values, key=lambda value: value.bytes)
+        found.append(
+            Row(
+                module,
+                sum(value.bytes for value in kept),
+                sum(value.bytes for value in again),
+                sum(value.seconds for value in again),
+                len(again),
+                f"{largest.operator.removeprefix('aten.')}: {largest.why}",
+            )
+        )
+    return sorted(found, key=lambda row: -(row.kept_bytes + row.freed_bytes))
+
+
+class Explanation:
+    """Prints itself; `to_json()` and `to_html()` are for programs and for others."""
+
+    def __init__(self, graphs: Sequence[GraphReport], notes: Sequence[str] = ()) -> None:
+        self.graphs, self.notes = list(graphs), list(notes)
+
+    def to_json(self) -> str:
+        graphs = []
+        for graph in self.graphs:
+            told: dict[str, Any] = asdict(graph)
+            told["modules"] = [asdict(row) for row in rows_of(graph)]
+            graphs.append(told)
+        return json.dumps({"notes": self.notes, "graphs": graphs}, indent=1)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        stream = io.StringIO()
+        console = Console(file=stream, width=140, color_system=None)
+        for note in self.notes:
+            console.print(note, highlight=False, markup=False)
+        for graph in self.graphs:
+            for line in _head(graph):
+                console.print(line, highlight=False, markup=False)
+            if graph.values:
+                console.print(_table(graph))
+        return stream.getvalue().rstrip()
+
+    __repr__ = __str__
+
+    def to_html(self) -> str:
+        """A page of its own, without scripts and without anything from elsewhere."""
+        parts = [f"<p>{html.escape(note)}</p>" for note in self.notes]
+        for graph in self.graphs:
+            head = _head(graph)
+            parts.append(f"<h2>{html.escape(head[0])}</h2>")
+            parts.append(f"<p>{'<br>'.join(map(html.escape, head[1:]))}</p>")
+            if graph.values:
+                parts.append(_html_table(COLUMNS, [row.cells() for row in rows_of(graph)]))
+                parts.append(_html_values(graph))
+        return _PAGE.format(body="\n".join(parts))
+
+
+def _head(graph: GraphReport) -> list[str]:
+    generated = f"{graph.codegen} ({graph.codegen_reason})"
+    lines = [f"{graph.name}: memory {graph.memory}, code generation {generated}"]
+    if graph.fallback is not None:
+        lines.append(f"left to torch's own partitioner: {graph.fallback}")
+    if graph.chosen is None or graph.keep_all is None:
+        if graph.fallback is None:
+            lines.append("no backward pass was planned: the graph needs no gradient")
+        return [*lines, *_refused(graph)]
+    times = f", called {graph.calls} times" if graph.calls > 1 else ""
+    chosen, before = graph.chosen, graph.keep_all
+    share = 100 * chosen.seconds_added / graph.step_seconds if graph.step_seconds else 0.0
+    peaks = f"{size_text(chosen.peak_bytes)}, {size_text(before.peak_bytes)} when all is kept"
+    kept = f"{size_text(chosen.kept_bytes)}, {size_text(before.kept_bytes)} when all is kept"
+    lines += [
+        f"plan: {chosen.strategy}{times}",
+        f"predicted peak: {peaks}",
+        f"kept between the passes by one call: {kept}",
+        f"predicted time added: {chosen.seconds_added * 1e6:.1f} µs, {share:.1f} % of both passes",
+    ]
+    if graph.codegen == "inductor":
+        lines.append("inductor fuses operators, so that it may hold less than is predicted here")
+    return [*lines, *_refused(graph)]
+
+
+def _refused(graph: GraphReport) -> list[str]:
+    return [f"{strategy}: refused, {why}" for strategy, why in graph.refused]
+
+
+def _table(graph: GraphReport) -> Any:
+    from rich.table import Table
+
+    table = Table(*COLUMNS, show_edge=False)
+    for row in rows_of(graph):
+        table.add_row(*row.cells())
+    return table
+
+
+def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _html_values(graph: GraphReport) -> str:
+    columns = ("result", "operator", "module", "bytes", "kept", "made again", "why", "line")
+    rows = [
+        (
+            *(value.name, value.operator, value.module, f"{value.bytes:,}"),
+            *("yes" if value.kept else "no", f"{value.runs} times", value.why, value.line),
+        )
+        for value in sorted(graph.values, key=lambda value: -value.bytes)
+    ]
+    table = _html_table(columns, rows)
+    return f"<details><summary>every result, the largest first</summary>{table}</details>"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Echo: what is kept, what is made again</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem }}
+table {{ border-collapse: collapse; width: 100% }}
+th, td {{ text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #8884 }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #111; color: #ddd }} }}
+</style></head><body><h1>Echo</h1>
+{body}
+</body></html>
+"""

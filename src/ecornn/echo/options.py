@@ -1,0 +1,108 @@
+"""`Options`: what is asked of Echo, checked when it is given and not when a model runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ecornn.errors import InvalidInput
+
+CODEGENS = ("inductor", "eager")
+UNITS = {"B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_MEMORY = '"auto", "min", a size such as "6GiB", bytes as an integer, or a fraction in (0, 1]'
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How much a compiled graph may hold.
+
+    "auto"      every recomputation that is free, or nearly so, is taken
+    "min"       as little as can be
+    "bytes"     at most `amount` bytes
+    "fraction"  at most the graph's inputs and `amount` of what it holds beside them at its peak
+                when nothing is recomputed
+    """
+
+    kind: str
+    amount: float = 0
+
+    def __str__(self) -> str:
+        if self.kind == "bytes":
+            return f"at most {size_text(int(self.amount))}"
+        return f"fraction {self.amount:g}" if self.kind == "fraction" else self.kind
+
+
+AUTO = Memory("auto")
+
+
+@dataclass(frozen=True)
+class Options:
+    memory: Memory = AUTO
+    #: None: "inductor" on CUDA where Triton is installed, "eager" elsewhere.
+    codegen: str | None = None
+
+
+def read_options(given: Mapping[str, Any] | None) -> Options:
+    """From what `torch.compile(..., options=...)` was given."""
+    given = dict(given or {})
+    memory, codegen = given.pop("memory", "auto"), given.pop("codegen", None)
+    if given:
+        unknown = ", ".join(sorted(map(repr, given)))
+        raise InvalidInput(
+            "options", f"{unknown}", "'memory' and 'codegen'", "remove or correct what is unknown"
+        )
+    if codegen not in (None, *CODEGENS):
+        raise InvalidInput(
+            "codegen",
+            repr(codegen),
+            " or ".join(map(repr, CODEGENS)),
+            "leave it out to let Echo"
+            " take 'inductor' on CUDA where Triton is installed and 'eager' elsewhere",
+        )
+    return Options(read_memory(memory), codegen)
+
+
+def read_memory(given: Any) -> Memory:
+    if isinstance(given, Memory):
+        return given
+    if given in ("auto", "min"):
+        return Memory(given)
+    if isinstance(given, str):
+        return Memory("bytes", _bytes_of(given))
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise InvalidInput("memory", repr(given), _MEMORY, "give one of these")
+    if isinstance(given, int):
+        if given <= 0:
+            raise InvalidInput("memory", f"{given} bytes", "more than 0", 'or ask for "min"')
+        return Memory("bytes", given)
+    if not 0 < given <= 1:
+        raise InvalidInput(
+            "memory", repr(given), "a fraction in (0, 1]", 'give bytes as an integer or as "6GiB"'
+        )
+    return Memory("fraction", given)
+
+
+def _bytes_of(text: str) -> int:
+    found = _SIZE.fullmatch(text)
+    units = {unit.lower(): factor for unit, factor in UNITS.items()}
+    if found is None or found[2].lower() not in units:
+        raise InvalidInput("memory", repr(text), _MEMORY, f"units are {', '.join(UNITS)}")
+    amount = int(float(found[1]) * units[found[2].lower()])
+    if amount <= 0:
+        raise InvalidInput("memory", repr(text), "more than 0", 'or ask for "min"')
+    return amount
+
+
+def size_text(count: int) -> str:
+    """Such as "1.50 GiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(count) >= UNITS[unit]:
+            return f"{count / UNITS[unit]:.2f} {unit}"
+    return f"{count} B"

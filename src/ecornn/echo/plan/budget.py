@@ -1,0 +1,104 @@
+"""The plan that serves a budget: the cheapest that fits, the smallest that is nearly free, or the
+smallest there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ecornn.echo.options import Memory, size_text
+from ecornn.echo.passes import Passes
+from ecornn.echo.plan.estimate import Estimate
+from ecornn.echo.plan.prices import Prices
+from ecornn.echo.plan.search import Found, Search
+from ecornn.errors import InvalidInput
+
+#: Of the estimated time of both passes: what "auto" spends on recomputation at most.
+NEARLY_FREE = 0.02
+#: Of the same: what any plan spends at most. Beyond, a smaller batch is the better way.
+AT_MOST = 1.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A budget as numbers: what fits, and what may be spent."""
+
+    bytes: int | None
+    seconds: float
+
+
+NO_LIMITS = Limits(None, float("inf"))
+
+
+def limits_of(memory: Memory, passes: Passes, keep_all_peak: int, step_seconds: float) -> Limits:
+    if memory.kind == "auto":
+        return Limits(None, NEARLY_FREE * step_seconds)
+    most = AT_MOST * step_seconds
+    if memory.kind == "fraction":
+        inputs = _bytes_of_inputs(passes)
+        return Limits(inputs + int(memory.amount * (keep_all_peak - inputs)), most)
+    return Limits(int(memory.amount) if memory.kind == "bytes" else None, most)
+
+
+def _bytes_of_inputs(passes: Passes) -> int:
+    graph = passes.graph
+    storages = {
+        s for i in graph.inputs if i not in passes.backward for s in graph.operations[i].holds
+    }
+    return sum(graph.storages[s] for s in storages)
+
+
+def plans_for(
+    memory: Memory,
+    passes: Passes,
+    prices: Prices,
+    calls: int,
+    keep_all_peak: int = 0,
+) -> tuple[list[Found], Limits]:
+    """Every plan that was estimated, and the limits that were meant. `keep_all_peak`: of torch's
+    own way to keep all, which may differ a little from ours."""
+    search = Search(passes, prices, calls)
+    search.explore(products=memory.kind != "auto")
+    keep_all = search.look_at("keep all", passes.needed)
+    limits = limits_of(
+        memory, passes, max(search.peak(keep_all), keep_all_peak), prices.step_seconds
+    )
+    # the best few of the families, with as many of their groups as the limits call for
+    for one in search.best():
+        fits = limits.bytes
+        if fits is not None:
+            _boundary(search, one, lambda f: search.peak(f) <= fits)  # noqa: B023
+        else:
+            _boundary(search, one, lambda f: f.estimate.seconds_added > limits.seconds)
+    return list(search.found.values()), limits
+
+
+def _boundary(search: Search, one: Found, beyond: Callable[[Found], bool]) -> None:
+    """Look at plans with some of the groups of one, on both sides of where `beyond` begins."""
+    low, high = 0, len(search.groups(one))
+    while high - low > 1 and not search.tired:
+        middle = (low + high) // 2
+        if beyond(search.fewer(one, middle)):
+            high = middle
+        else:
+            low = middle
+
+
+def rank(limits: Limits, estimate: Estimate, calls: int) -> tuple[float, ...] | None:
+    """Less is better; None: does not serve."""
+    peak, added = estimate.peak(calls), estimate.seconds_added
+    if added > limits.seconds:
+        return None
+    if limits.bytes is not None:
+        return (added, peak) if peak <= limits.bytes else None
+    return (peak, added)
+
+
+def refuse(memory: Memory, limits: Limits, smallest: int) -> InvalidInput:
+    return InvalidInput(
+        "memory",
+        f"{memory}, which is {limits.bytes:,} bytes here",
+        f"at least {smallest:,} bytes ({size_text(smallest)}), the smallest peak that was found for"
+        " the forward and backward pass of this graph, its inputs and weights included",
+        'ask for that much, ask for "min", or make the batch smaller',
+    )

@@ -1,0 +1,134 @@
+"""How long the two passes take: operators one by one, or fused as inductor fuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ecornn.echo.passes import Passes
+from ecornn.echo.schedule import Program, backward_program, forward_program, saved
+
+#: Kinds that are kernels of their own.
+HEAVY = ("product", "random", "opaque")
+LIGHT = ("cheap", "view")
+
+
+@dataclass(frozen=True)
+class Prices:
+    """`seconds`: of each operation run by itself, which also orders what is worth most."""
+
+    seconds: tuple[float, ...]
+    of: Callable[[Program], float]
+    step_seconds: float  # both passes, when all is kept
+
+    def added(self, forward: Program, backward: Program) -> float:
+        return self.of(forward) + self.of(backward) - self.step_seconds
+
+
+def one_by_one(seconds: Sequence[float]) -> Prices:
+    def of(program: Program) -> float:
+        return sum(seconds[step.operation] for step in program.steps[program.given :])
+
+    return Prices(tuple(seconds), of, sum(seconds))
+
+
+def fused(passes: Passes, seconds: Sequence[float], bandwidth: float, launch: float) -> Prices:
+    """Products cost what they cost; of everything else, a kernel costs its launch and what it reads
+    and writes, and what stays within it costs nothing."""
+
+    def of(program: Program) -> float:
+        kernels = _Kernels(passes, program)
+        heavy = sum(
+            seconds[step.operation]
+            for step in program.steps[program.given :]
+            if passes.graph.operations[step.operation].kind in HEAVY
+        )
+        return heavy + kernels.bytes_moved() / bandwidth + kernels.count() * launch
+
+    between = saved(passes, passes.needed)
+    before = of(forward_program(passes, between)) + of(backward_program(passes, between))
+    return Prices(tuple(seconds), of, before)
+
+
+class _Kernels:
+    """Light operators that read each other's results are one kernel, unless a heavy one stands
+    between them. What follows from given values by light operators alone, as everything that is
+    run again does, is made in every kernel that reads it."""
+
+    def __init__(self, passes: Passes, program: Program) -> None:
+        self._graph, self._steps, self._given = passes.graph, program.steps, program.given
+        self._kinds = [
+            "input" if place < program.given else passes.graph.operations[step.operation].kind
+            for place, step in enumerate(program.steps)
+        ]
+        self._stored = self._in_memory(program)
+        self._leader = list(range(len(program.steps)))
+        self._reads: dict[int, set[int]] = {}
+        self._divide()
+
+    def _in_memory(self, program: Program) -> list[bool]:
+        """Inputs, results, and what heavy operators read or make."""
+        found = [kind not in (*LIGHT, "number") for kind in self._kinds]
+        for place in program.outputs:
+            if place is not None:
+                found[place] = True
+        for place in range(len(self._steps) - 1, self._given - 1, -1):
+            through = self._kinds[place] == "view" and found[place]
+            if self._kinds[place] in HEAVY or through:
+                for source in self._steps[place].sources:
+                    found[source] = True
+        for place in range(self._given, len(self._steps)):
+            sources = self._steps[place].sources
+            if self._kinds[place] == "view" and sources and all(found[s] for s in sources):
+                found[place] = True
+        return found
+
+    def _divide(self) -> None:
+        level = [0] * len(self._steps)
+        free: dict[int, set[int]] = {}  # by light value that follows from given ones: these
+        for place in range(self._given, len(self._steps)):
+            sources = self._steps[place].sources
+            level[place] = max((level[s] + (self._kinds[s] in HEAVY) for s in sources), default=0)
+            if self._kinds[place] not in LIGHT:
+                continue
+            reads: set[int] = set()
+            for source in sources:
+                if source in free and not self._stored[source]:
+                    reads |= free[source]
+                elif self._kinds[source] in LIGHT and level[source] == level[place]:
+                    self._leader[self._top(source)] = self._top(place)
+                elif self._stored[source]:
+                    reads.add(source)
+            self._reads[place] = reads
+            if level[place] == 0 and all(s < self._given or s in free for s in sources):
+                free[place] = reads
+
+    def _top(self, place: int) -> int:
+        while self._leader[place] != place:
+            self._leader[place] = self._leader[self._leader[place]]
+            place = self._leader[place]
+        return place
+
+    def _made(self) -> list[int]:
+        """Light values that some kernel writes."""
+        return [
+            place
+            for place in range(self._given, len(self._steps))
+            if self._kinds[place] == "cheap" and self._stored[place]
+        ]
+
+    def bytes_moved(self) -> int:
+        kernels: dict[int, set[int]] = {}
+        for place in self._made():
+            kernels.setdefault(self._top(place), set()).add(place)
+        for place, reads in self._reads.items():
+            if (top := self._top(place)) in kernels:
+                kernels[top] |= reads
+        return sum(self._bytes(place) for values in kernels.values() for place in values)
+
+    def count(self) -> int:
+        return len({self._top(place) for place in self._made()})
+
+    def _bytes(self, place: int) -> int:
+        holds = self._graph.operations[self._steps[place].operation].holds
+        return sum(self._graph.storages[s] for s in holds)

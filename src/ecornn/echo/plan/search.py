@@ -1,0 +1,142 @@
+"""Plans between keeping all and holding as little as can be, each with its estimate.
+
+Where they come from: Echo's bidirectional analysis; the same with its small results kept, so that
+no chain of cheap operators runs back through a recurrent state; the same with products run again
+up to some depth, where that is allowed. Each with one copy of what is run again, and with copies
+for readers that are far apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ecornn.echo.passes import Passes
+from ecornn.echo.plan.bidirectional import bidirectional
+from ecornn.echo.plan.estimate import Estimate, Plan, estimate
+from ecornn.echo.plan.groups import Group, groups_of, kept_with, run_again
+from ecornn.echo.plan.prices import Prices
+from ecornn.echo.schedule import FOR_ALL
+
+#: Operations gone through for estimates, at most: 250,000 took 3 s on one core.
+MOST_WORK = 250_000
+#: How many plans, of those with the lowest peaks, are looked at more closely.
+BEST = 4
+#: How many products in a row may be run again.
+DEPTHS = (1, 2, 4, 8, 16)
+#: How many sizes below which results are kept are tried.
+SIZES = 3
+#: A copy serves this part of the operations on the gradient.
+PARTS = (4, 16, 64)
+
+
+@dataclass(frozen=True)
+class Found:
+    plan: Plan
+    estimate: Estimate
+    runs_products: bool
+
+
+@dataclass
+class Search:
+    """Estimates are made once for each plan."""
+
+    passes: Passes
+    prices: Prices
+    calls: int = 1
+    found: dict[tuple[frozenset[int], int], Found] = field(default_factory=dict)
+    _groups: dict[frozenset[int], list[Group]] = field(default_factory=dict)
+
+    def look_at(self, label: str, kept: frozenset[int], window: int = FOR_ALL) -> Found:
+        if (kept, window) not in self.found:
+            plan, operations = Plan(label, kept, window), self.passes.graph.operations
+            again = run_again(self.passes, kept)
+            products = any(operations[i].kind == "product" for i in again)
+            one = Found(plan, estimate(self.passes, plan, self.prices), products)
+            self.found[kept, window] = one
+        return self.found[kept, window]
+
+    def peak(self, one: Found) -> int:
+        return one.estimate.peak(self.calls)
+
+    @property
+    def tired(self) -> bool:
+        return len(self.found) * len(self.passes.graph.operations) > MOST_WORK
+
+    def best(self) -> list[Found]:
+        """Plans with the lowest peaks, each set of kept results once."""
+        found: dict[frozenset[int], Found] = {}
+        for one in sorted(
+            self.found.values(), key=lambda f: (self.peak(f), f.estimate.seconds_added)
+        ):
+            found.setdefault(one.plan.kept, one)
+        return list(found.values())[:BEST]
+
+    def explore(self, *, products: bool) -> list[Found]:
+        """All plans of the families above, the more distant ones only while not tired."""
+        self.look_at("keep all", self.passes.needed)
+        for label, kept in self._families(products):
+            if self.tired:
+                break
+            self.look_at(label, kept)
+        for one in self.best():
+            for part in PARTS:
+                window = len(self.passes.backward) // part
+                if window > 2 and not self.tired:
+                    label = f"{one.plan.label}, a copy for {window} operations"
+                    self.look_at(label, one.plan.kept, window)
+        return list(self.found.values())
+
+    def _families(self, products: bool) -> Iterator[tuple[str, frozenset[int]]]:
+        base = bidirectional(self.passes)
+        yield "bidirectional", base
+        yield from self._small_kept("bidirectional", base)
+        if products:
+            before = base
+            for depth in DEPTHS:
+                also = shallow_products(self.passes, depth)
+                kept = bidirectional(self.passes, also)
+                if kept == before:
+                    break
+                before = kept
+                name = f"products run again, {depth} in a row at most"
+                yield name, kept
+                yield from self._small_kept(name, kept)
+
+    def _small_kept(self, label: str, kept: frozenset[int]) -> Iterator[tuple[str, frozenset[int]]]:
+        again = run_again(self.passes, kept) & self.passes.needed
+        size = {i: self.passes.bytes_of(frozenset({i})) for i in again}
+        sizes = sorted(set(size.values()) - {0})
+        for most in sizes[:-1][-SIZES:]:
+            small = frozenset(i for i in again if size[i] <= most)
+            yield f"{label}, what is no larger than {most:,} bytes kept", kept | small
+
+    def fewer(self, one: Found, taken: int) -> Found:
+        """A plan with only the most worthwhile of its groups."""
+        groups = self.groups(one)
+        kept = kept_with(self.passes, one.plan.kept, groups, taken)
+        label = f"{one.plan.label}, {taken} of {len(groups)} groups"
+        return self.look_at(label, kept, one.plan.window)
+
+    def groups(self, one: Found) -> list[Group]:
+        if one.plan.kept not in self._groups:
+            self._groups[one.plan.kept] = groups_of(self.passes, one.plan.kept, self.prices.seconds)
+        return self._groups[one.plan.kept]
+
+
+def shallow_products(passes: Passes, depth: int) -> frozenset[int]:
+    """Products of the forward pass, so many in a row and then one that is not among them."""
+    operations = passes.graph.operations
+    row = [0] * len(operations)  # products to run again to have this result
+    found: set[int] = set()
+    for i, operation in enumerate(operations):
+        if i in passes.backward or operation.kind in ("input", "constant", "number"):
+            continue
+        row[i] = max((row[used] for used in operation.uses), default=0)
+        if operation.kind in ("random", "opaque"):
+            row[i] = 0
+        elif operation.kind == "product":
+            row[i] = row[i] + 1 if row[i] < depth else 0
+            if row[i]:
+                found.add(i)
+    return frozenset(found)

@@ -1,0 +1,196 @@
+"""Parts of a model that it calls many times in one forward pass, such as a decoder's step.
+
+Unrolled, a loop over 50 steps is a graph of thousands of operations, and another one for every
+length. Such a part is compiled by itself instead, once, and reused for all steps and lengths; the
+rest of the model runs as it is written. The part is planned for as many calls as were seen: what
+one call keeps is there as many times when the backward passes begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ecornn.echo.backend import EchoBackend
+from ecornn.echo.options import Options
+from ecornn.echo.report import GraphReport
+from ecornn.errors import InvalidInput
+
+#: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
+FEWEST_CALLS = 4
+
+
+def named(model: nn.Module, region: str | nn.Module) -> str:
+    """The path of a part."""
+    path: str
+    for path, part in model.named_modules():
+        if path and (part is region or path == region):
+            return path
+    parts = ", ".join(path for path, _ in model.named_children()) or "none"
+    raise InvalidInput(
+        "regions", repr(region), "a part of the model or its path", f"its parts are: {parts}"
+    )
+
+
+class Regions:
+    """Runs a model, its regions compiled. Without regions the whole model is compiled."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        given: tuple[str, ...] | None,
+        dynamic: bool | None,
+    ) -> None:
+        self.model, self.options, self.dynamic = model, options, dynamic
+        self.calls: dict[str, int] | None = None if given is None else dict.fromkeys(given, 0)
+        self.given = given is not None
+        self.why_wet: str | None = None
+        self._backends: dict[str, EchoBackend] = {}
+        self._compiled: dict[str, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.calls is None or any(count == 0 for count in self.calls.values()):
+            counts = self._counted_dry(args, kwargs)
+            if counts is None:
+                return self._counted_wet(args, kwargs)
+            self._settle(counts)
+        if not self.calls:
+            return self._of("", self.model, 1)(*args, **kwargs)
+        with self._in_place():
+            return self.model(*args, **kwargs)
+
+    def _settle(self, counts: dict[str, int]) -> None:
+        if self.calls is None:
+            often = {
+                path: count
+                for path, count in counts.items()
+                if count >= FEWEST_CALLS and worth_compiling(self.model.get_submodule(path))
+            }
+            self.calls = {path: count for path, count in often.items() if not _within(path, often)}
+        else:
+            self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
+
+    def _counted_dry(self, args: Any, kwargs: Any) -> dict[str, int] | None:
+        """Calls of the parts, by a run on fake tensors: it takes no memory and computes nothing.
+        None where the model's course depends on its numbers."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def fake(value: Any) -> Any:
+            return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        state = {name: fake(value.detach()) for name, value in state.items()}
+        args, kwargs = tree_map(fake, (args, kwargs))
+        try:
+            with _counted(self.model) as counts, mode, torch.no_grad():
+                torch.func.functional_call(self.model, state, args, kwargs)
+        except Exception as error:  # whatever the model raises without numbers
+            self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return None
+        return counts
+
+    def _counted_wet(self, args: Any, kwargs: Any) -> Any:
+        """One call of the model as it is, its parts' calls counted."""
+        with _counted(self.model) as counts:
+            result = self.model(*args, **kwargs)
+        self._settle(counts)
+        return result
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """The regions' `forward` is the compiled one for the time of a call."""
+        assert self.calls is not None
+        replaced: list[tuple[nn.Module, Any]] = []
+        try:
+            for path, count in self.calls.items():
+                part = self.model.get_submodule(path)
+                compiled = self._of(path, part, count)
+                replaced.append((part, part.__dict__.get("forward")))
+                part.__dict__["forward"] = compiled
+            yield
+        finally:
+            for part, before in replaced:
+                if before is None:
+                    del part.__dict__["forward"]
+                else:
+                    part.__dict__["forward"] = before
+
+    def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
+        if path not in self._compiled:
+            backend = EchoBackend(self.options, calls=calls, part=path or type(part).__name__)
+            self._backends[path] = backend
+            run: Any = _alone(part.forward) if path else part
+            self._compiled[path] = torch.compile(run, backend=backend, dynamic=self.dynamic)
+        return self._compiled[path]
+
+    def graphs(self) -> list[GraphReport]:
+        return [told for backend in self._backends.values() for told in backend.report.graphs]
+
+    def told(self) -> list[str]:
+        """How the model was divided, in sentences."""
+        if self.calls is None:
+            return ["not called yet: nothing is compiled"]
+        if not self.calls:
+            often = f"no part of it, single layers aside, is called {FEWEST_CALLS} times or more"
+            return [f"the whole model is compiled: {'as asked for' if self.given else often}"]
+        how = "named by the caller" if self.given else "found at the first call"
+        parts = "; ".join(f"{path}, {count} times" for path, count in self.calls.items())
+        found = [f"called in one forward pass, {how}, each compiled once: {parts}"]
+        if self.why_wet is not None:
+            found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
+        return [*found, "the rest of the model runs as it is written"]
+
+
+def _alone(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own around a part's `forward`, code object included: torch keeps what it
+    compiles by code object, a few for each, and parts of one class would push each other out."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    code = run.__code__.replace(co_name="region")
+    return FunctionType(code, run.__globals__, "region", None, run.__closure__)
+
+
+@contextmanager
+def _counted(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Calls with tensors, by path."""
+    counts: dict[str, int] = {}
+    hooks = []
+
+    def count(path: str) -> Callable[..., None]:
+        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+                counts[path] = counts.get(path, 0) + 1
+
+        return hook
+
+    for path, part in model.named_modules():
+        if path:
+            hooks.append(part.register_forward_pre_hook(count(path), with_kwargs=True))
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def worth_compiling(part: nn.Module) -> bool:
+    """A single layer of torch.nn, or a part without weights, leaves nothing to plan by itself: such
+    a part, an activation used all over a model among them, stays in the graph of the whole."""
+    single = type(part).__module__.startswith("torch.nn") and not list(part.children())
+    return not single and any(True for _ in part.parameters())
+
+
+def _within(path: str, others: Container[str]) -> bool:
+    """Is a part within another?"""
+    parents = (path.rsplit(".", k)[0] for k in range(1, path.count(".") + 1))
+    return any(parent in others for parent in parents)

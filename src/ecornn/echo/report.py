@@ -1,0 +1,178 @@
+"""What was decided for the graphs of a model, as plain values that outlive the graphs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ecornn.echo.options import Memory
+from ecornn.echo.pipeline import Candidate, Decision
+from ecornn.echo.plan.groups import run_again
+from ecornn.echo.schedule import backward_program, saved
+
+
+@dataclass(frozen=True)
+class Value:
+    """A result of the forward pass that the backward pass needs."""
+
+    name: str
+    operator: str
+    module: str  # path of the module that made it
+    line: str  # of the user's code
+    bytes: int
+    kept: bool
+    runs: int  # how often the backward pass makes it again
+    seconds: float  # that takes
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    strategy: str
+    peak_bytes: int
+    kept_bytes: int
+    seconds_added: float
+
+
+@dataclass
+class GraphReport:
+    name: str
+    codegen: str
+    codegen_reason: str
+    memory: Memory
+    calls: int = 1
+    #: None until a backward pass was planned; a graph that needs no gradient never has one.
+    chosen: Choice | None = None
+    keep_all: Choice | None = None
+    candidates: list[Choice] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    fallback: str | None = None
+    limit_bytes: int | None = None
+    limit_seconds: float = 0.0
+    step_seconds: float = 0.0
+    values: list[Value] = field(default_factory=list)
+
+    def decided(self, joint: fx.GraphModule, decision: Decision) -> None:
+        calls = decision.request.calls
+        self.calls, self.fallback = calls, decision.fallback
+        self.refused = list(decision.refused)
+        self.limit_bytes, self.limit_seconds = decision.limits.bytes, decision.limits.seconds
+        if decision.passes is None:
+            return
+        self.chosen = _choice(decision.chosen, calls)
+        self.candidates = [_choice(candidate, calls) for candidate in decision.candidates]
+        self.keep_all = next((c for c in self.candidates if c.strategy == "keep all"), None)
+        assert decision.prices is not None
+        self.step_seconds = decision.prices.step_seconds
+        self.values = _values(joint, decision)
+
+
+@dataclass
+class Report:
+    """`most`: older graphs are forgotten beyond this number."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+    most: int | None = None
+
+    def add(self, told: GraphReport) -> None:
+        self.graphs.append(told)
+        if self.most is not None:
+            del self.graphs[: -self.most]
+
+
+def _choice(candidate: Candidate, calls: int) -> Choice:
+    found = candidate.estimate
+    return Choice(candidate.strategy, found.peak(calls), found.kept_bytes, found.seconds_added)
+
+
+def _values(joint: fx.GraphModule, decision: Decision) -> list[Value]:
+    """Of torch's own splits it is known what they keep, not why."""
+    passes, prices = decision.passes, decision.prices
+    assert passes is not None
+    assert prices is not None
+    operations = passes.graph.operations
+    nodes = {node.name: node for node in joint.graph.nodes}
+    plan = decision.chosen.plan
+    between, runs = _of_split(decision)
+    again = run_again(passes, plan.kept) if plan else frozenset[int]()
+    found = []
+    makers: dict[int, int] = {}  # by storage
+    for i, operation in enumerate(operations):
+        for storage in operation.holds:
+            makers.setdefault(storage, i)
+    counted: set[int] = set(passes.held_anyway)  # a storage counts for the first that refers to it
+    for i in sorted((passes.needed | set(between)) - set(passes.graph.inputs)):
+        operation = operations[i]
+        held = not set(operation.holds) - passes.held_anyway
+        own = set(operation.holds) - counted
+        if operation.kind in ("constant", "number") or (operation.kind == "view" and not own):
+            continue
+        counted |= own
+        kept = i in between
+        made = operations[min((makers[s] for s in own or operation.holds), default=i)]
+        node = nodes[made.name]
+        found.append(
+            Value(
+                *(operation.name, made.target, module_path(node), source_line(node)),
+                bytes=sum(passes.graph.storages[s] for s in own),
+                kept=kept,
+                runs=runs[i],
+                seconds=runs[i] * prices.seconds[i],
+                why=_why(operation.kind, kept, held, i in again, plan is not None),
+            )
+        )
+    return found
+
+
+def _of_split(decision: Decision) -> tuple[set[int], Counter[int]]:
+    """(results passed between the passes, how often each operation is run again)"""
+    passes, plan = decision.passes, decision.chosen.plan
+    assert passes is not None
+    if plan is not None:
+        between = saved(passes, plan.kept)
+        return set(between), Counter(backward_program(passes, between, plan.window).again(passes))
+    place = {operation.name: i for i, operation in enumerate(passes.graph.operations)}
+    nodes = list(decision.modules[1].graph.nodes)
+    passed = {place[n.name] for n in nodes if n.op == "placeholder" and n.name in place}
+    made = (place[n.name] for n in nodes if n.op != "placeholder" and n.name in place)
+    return passed - passes.backward, Counter(i for i in made if i not in passes.backward)
+
+
+def _why(kind: str, kept: bool, held: bool, again: bool, ours: bool) -> str:
+    if kept and held:
+        return "there anyway: an input or a result"
+    if kept:
+        return {
+            "product": "a product, which is not run again",
+            "random": "drawn at random: another draw would be another number",
+            "opaque": "not known to give the same when it is run again",
+        }.get(kind, "no larger than what it would be made of again" if ours else "torch keeps it")
+    return "made again from smaller or shared results" if again else "torch makes it again"
+
+
+def module_path(node: fx.Node) -> str:
+    """Such as "decoder.attention"; "" for what was compiled itself."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [value[0] if isinstance(value, tuple) else str(value) for value in stack.values()]
+    return _plain(paths[-1]) if paths else ""
+
+
+def _plain(path: str) -> str:
+    """Without how dynamo reached the model: `L['self']._modules['a'].b` is `a.b`."""
+    path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
+    path = re.sub(r"^L\['[^']*'\]", "", path)
+    return ".".join(p for p in path.split(".") if p not in ("", "__self__", "_orig_mod"))
+
+
+def source_line(node: fx.Node) -> str:
+    """The last line of the user's code that led to a node."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [k for k, line in enumerate(lines) if line.startswith("File ")]
+    if not files:
+        return ""
+    last = files[-1]
+    code = lines[last + 1] if last + 1 < len(lines) else ""
+    return f"{lines[last].removeprefix('File ')}: {code}"

@@ -1,0 +1,161 @@
+"""Is what was rewritten the same computation? Answered by structure, before anything runs.
+
+Every value of the joint graph gets a number: equal operators on equal values have equal numbers,
+and whatever draws, writes or is not known has one of its own. The two passes must return values of
+the same numbers as the joint graph does, and run whatever has a number of its own exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from ecornn.echo.graph import SYMBOLS
+from ecornn.echo.passes import Passes
+from ecornn.echo.rewrite import Modules
+
+
+def refusal(module: fx.GraphModule, passes: Passes) -> str | None:
+    """Why a joint graph must be left to torch's own partitioners; None if it need not."""
+    for node in module.graph.nodes:
+        if node.meta.get("recompute") is not None:
+            return (
+                "the model uses torch.utils.checkpoint inside; torch's partitioner carries it out"
+            )
+        if "with_effects" in str(node.target):
+            return f"{node.name} has effects whose order matters"
+        special = ("seed", "base_offset", "rng_state", "backward_state")
+        if node.op == "placeholder" and any(word in str(node.target) for word in special):
+            return f"the graph takes {node.target}, a state that only torch's partitioner passes on"
+    names = {op.name: i for i, op in enumerate(passes.graph.operations)}
+    for node in module.graph.nodes:
+        own = names.get(node.name) in passes.backward
+        tagged = "backward" in str(node.meta.get("partitioner_tag"))
+        if _writes(node) and (own or tagged):
+            return f"{node.name} writes to memory in the backward pass"
+    return None
+
+
+def differences(module: fx.GraphModule, passes: Passes, modules: Modules) -> list[str]:
+    """What is wrong with two passes that a joint graph was split into; nothing if they are right.
+    `passes` are those of `module`."""
+    forward, backward = modules
+    table: dict[Any, int] = {}
+    once = {op.name for op in passes.graph.operations if op.kind in ("random", "opaque")}
+    joint = _numbers(module, table, once, {})
+    ahead = _numbers(forward, table, once, {})
+    outputs, given = passes.forward_outputs, _leaving(forward)
+    between = [node for node in given[outputs:] if isinstance(node, fx.Node)]
+    behind = _numbers(backward, table, once, {node.name: ahead[node] for node in between})
+    expected, results, gradients = _leaving(module), given[:outputs], _leaving(backward)
+    return [
+        *_compared("result", expected[:outputs], joint, results, ahead),
+        *_compared("gradient", expected[outputs:], joint, gradients, behind),
+        *_passed_on(between, backward),
+        *_run_once(module, forward, backward, once),
+    ]
+
+
+def _numbers(
+    module: fx.GraphModule, table: dict[Any, int], once: set[str], given: dict[str, int]
+) -> dict[fx.Node, int]:
+    found: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            key: Any = ("input", node.name)
+            found[node] = given.get(node.name, table.setdefault(key, len(table)))
+        elif node.op != "output":
+            key = (node.op, node.target, _frozen(node.args, found), _frozen(node.kwargs, found))
+            if node.name in once or _draws_or_writes(node):
+                key = (*key, node.name)
+            found[node] = table.setdefault(key, len(table))
+    return found
+
+
+def _frozen(value: Any, numbers: dict[fx.Node, int]) -> Any:
+    if isinstance(value, fx.Node):
+        return ("node", numbers[value])
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(of, numbers) for of in value)
+    if isinstance(value, dict):
+        return tuple((name, _frozen(of, numbers)) for name, of in sorted(value.items()))
+    if isinstance(value, slice):
+        return ("slice", _frozen((value.start, value.stop, value.step), numbers))
+    return (type(value).__name__, repr(value))
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _draws_or_writes(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return _writes(node) or torch.Tag.nondeterministic_seeded in tags
+
+
+def _leaving(module: fx.GraphModule) -> list[Any]:
+    (output,) = module.graph.find_nodes(op="output")
+    return tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
+
+
+def _compared(
+    what: str,
+    expected: Sequence[Any],
+    expected_numbers: dict[fx.Node, int],
+    found: Sequence[Any],
+    found_numbers: dict[fx.Node, int],
+) -> list[str]:
+    if len(expected) != len(found):
+        return [f"{len(found)} {what}s instead of {len(expected)}"]
+    wrong = []
+    for k, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if isinstance(one, fx.Node) != isinstance(other, fx.Node):
+            wrong.append(f"{what} {k} is {other} instead of {one}")
+        elif isinstance(one, fx.Node) and expected_numbers[one] != found_numbers[other]:
+            wrong.append(f"{what} {k}, {one.name}, is computed otherwise")
+        elif isinstance(one, fx.Node) and _form(one) != _form(other):
+            wrong.append(f"{what} {k}, {one.name}, has another form")
+    return wrong
+
+
+def _form(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.device}"
+    return str(value)
+
+
+def _passed_on(between: list[fx.Node], backward: fx.GraphModule) -> list[str]:
+    """torch hands over tensors, then numbers, and takes numbers first."""
+    numbers = [node for node in between if isinstance(node.meta.get("val"), SYMBOLS)]
+    tensors = [node for node in between if node not in numbers]
+    taken = backward.graph.find_nodes(op="placeholder")
+    names = [node.name for node in taken if not str(node.target).startswith("tangents")]
+    handed = [node.name for node in (*numbers, *tensors)]
+    return [] if names == handed else [f"the backward pass takes {names}, it is handed {handed}"]
+
+
+def _run_once(
+    module: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule, once: set[str]
+) -> list[str]:
+    """What draws, writes or is not known runs as often as in the joint graph; what draws or writes
+    also in the same order."""
+    expected, found = (
+        [n for g in graphs for n in g.graph.nodes] for graphs in ((module,), (forward, backward))
+    )
+
+    def names(nodes: list[fx.Node], known: set[str]) -> list[str]:
+        calls = (node for node in nodes if node.op not in ("placeholder", "output"))
+        return [node.name for node in calls if node.name in known or _draws_or_writes(node)]
+
+    if sorted(names(expected, once)) != sorted(names(found, once)):
+        before, after = Counter(names(expected, once)), Counter(names(found, once))
+        return [f"run too often: {sorted(after - before)}; left out: {sorted(before - after)}"]
+    if names(expected, set()) != names(found, set()):
+        return ["what draws or writes runs in another order"]
+    return []
