@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._dynamo.backends import registry
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -78,9 +79,20 @@ def test_by_name_with_options(memory: Any) -> None:
     assert (told.codegen, told.codegen_reason) == ("eager", "asked for")
 
 
-def test_it_is_registered_once() -> None:
+def test_it_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backend_module.register()
     assert "echo" in torch._dynamo.list_backends()
+
+    class Entry:
+        """As when torch finds the entry point first: loading it imports the room."""
+
+        def load(self) -> Any:
+            backend_module.register()
+            return backend_module.echo
+
+    monkeypatch.delitem(registry._COMPILER_FNS, "echo")
+    monkeypatch.setitem(registry._BACKENDS, "echo", Entry())
+    assert registry.lookup_backend("echo") is backend_module.echo
 
 
 def test_its_entry_point_is_declared() -> None:

@@ -32,14 +32,14 @@ class Attention(nn.Module):
 
 
 def run(
-    model: nn.Module, x: Tensor, memory: Any = "min", calls: int = 1
+    model: nn.Module, x: Tensor, memory: Any = "min", calls: int = 1, **settings: Any
 ) -> tuple[Decision, list[Tensor]]:
     """The decision for a model, and the gradients that its split gives."""
     decisions: list[Decision] = []
 
     def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         decisions.append(
-            decide(joint, inputs, num_fwd_outputs, Request(read_memory(memory), calls))
+            decide(joint, inputs, num_fwd_outputs, Request(read_memory(memory), calls, settings))
         )
         return decisions[-1].modules
 
@@ -130,6 +130,15 @@ def test_what_is_called_often_is_planned_for_what_one_call_keeps() -> None:
     assert often.chosen.estimate.kept_bytes <= once.chosen.estimate.kept_bytes
     best = min(c.estimate.kept_bytes for c in often.candidates if c.estimate.seconds_added >= 0)
     assert often.chosen.estimate.kept_bytes < 2 * best + 1
+
+
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_for_inductor_nobody_keeps_more_than_torch_would(memory: str) -> None:
+    """A single step: the simulated peak alone would have it keep more."""
+    decision, _ = run(Attention(steps=1), torch.randn(4, 40, 16), memory, compiler="inductor")
+    stock = [c.estimate.kept_bytes for c in decision.candidates if c.modules is not None]
+    assert len(stock) == 2
+    assert decision.chosen.estimate.kept_bytes <= min(stock)
 
 
 def test_what_is_rewritten_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

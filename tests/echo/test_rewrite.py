@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,9 @@ from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
-from ecornn.echo.rewrite import split
+from ecornn.echo.rewrite import duplicate, split
+from ecornn.echo.schedule import FOR_ALL
+from ecornn.echo.verify import differences
 from support.programs import PROGRAMS, function_of, two_hundred
 
 
@@ -86,10 +89,12 @@ class Compiled:
 
 
 def echo_partition(
-    joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
+    joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, window: int = FOR_ALL, **_: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     passes = Passes(read_graph(joint), num_fwd_outputs)
-    return split(joint, passes, bidirectional(passes))
+    modules = split(duplicate(joint), passes, bidirectional(passes), window)
+    assert differences(joint, passes, modules) == []
+    return modules
 
 
 def gradients(run: Callable[..., Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -156,14 +161,17 @@ class _Module(nn.Module):
 
 
 @two_hundred
-@given(program=PROGRAMS, two_results=st.booleans())
-def test_random_programs(program: list[tuple[str, int, int]], two_results: bool) -> None:
+@given(program=PROGRAMS, two_results=st.booleans(), window=st.sampled_from([0, 3, FOR_ALL]))
+def test_random_programs(
+    program: list[tuple[str, int, int]], two_results: bool, window: int
+) -> None:
     """In float64, so that what was fused or ordered otherwise does not blur what is wrong."""
     function = function_of(program, two_results=two_results)
     torch.manual_seed(1)
     x, y = (torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     found = []
-    for run in (function, Compiled(_Module(function), echo_partition).run):
+    partition = functools.partial(echo_partition, window=window)
+    for run in (function, Compiled(_Module(function), partition).run):
         torch.manual_seed(2)
         results = run(x, y)
         results = results if isinstance(results, tuple | list) else (results,)

@@ -158,8 +158,9 @@ def echo(
 
 
 def register() -> None:
-    """Make `backend="echo"` known, where the package's entry point is not installed."""
+    """Make `backend="echo"` known, where torch has not found the package's entry point: then it is
+    about to register what that loads, and would refuse a second one of the name."""
     from torch._dynamo.backends import registry
 
-    if "echo" not in registry._COMPILER_FNS:
+    if "echo" not in registry._COMPILER_FNS and registry._BACKENDS.get("echo") is None:
         registry.register_backend(compiler_fn=echo, name="echo")

@@ -14,16 +14,14 @@ from torch import fx
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 from ecornn.echo.analysis.cost import CostModel
-from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.analysis.machine import machine_of
-from ecornn.echo.graph import Graph, NotUnderstood, read_graph
+from ecornn.echo.graph import NotUnderstood, read_graph
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import NO_LIMITS, Limits, plans_for, rank, refuse
-from ecornn.echo.plan.estimate import Estimate, Plan
+from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices, fused, one_by_one
-from ecornn.echo.rewrite import Modules, duplicate, split, without_unread_draws
-from ecornn.echo.schedule import Program, Step
+from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
 from ecornn.echo.verify import differences, refusal
 
 Partitioner = Callable[..., Modules]
@@ -117,7 +115,10 @@ def _first_that_is_right(
 ) -> tuple[Candidate, Modules]:
     """In order of rank; what was rewritten wrongly is never used."""
     ranked = []
+    most = _most_kept(request, candidates)
     for candidate in candidates:
+        if candidate.estimate.kept_bytes > most:
+            continue
         bounds = limits if candidate.plan else Limits(limits.bytes, float("inf"))
         place = rank(bounds, candidate.estimate, request.calls)
         if place is not None:
@@ -143,6 +144,15 @@ def _first_that_is_right(
     affordable = [c for c in candidates if not c.plan or c.estimate.seconds_added <= limits.seconds]
     smallest = min(candidate.estimate.peak(request.calls) for candidate in affordable)
     raise refuse(request.memory, limits, smallest)
+
+
+def _most_kept(request: Request, candidates: list[Candidate]) -> float:
+    """Inductor fuses and reorders, so that its true peak is not the simulated one. What lies
+    between the passes is the same whoever runs them: nobody keeps more than torch would."""
+    if request.settings.get("compiler") != "inductor" or request.memory.kind not in ("auto", "min"):
+        return float("inf")
+    stock = (c.estimate.kept_bytes for c in candidates if c.modules is not None)
+    return min(stock, default=float("inf"))
 
 
 def _failed(candidates: list[Candidate], refused: list[tuple[str, str]]) -> str | None:
@@ -209,45 +219,8 @@ def _left_to_torch(
 
 
 def _simulated(modules: Modules, passes: Passes, prices: Prices) -> Estimate:
-    forward, backward = (read_graph(module) for module in modules)
-    # what the model is called with, weights among it, is held by the caller in both passes
-    own = {forward.operations[i].name for i in forward.inputs}
-    held = [i for i in backward.inputs if backward.operations[i].name in own]
-    results, kept = (
-        {s for i in part if i is not None for s in forward.operations[i].holds}
-        for part in (
-            forward.outputs[: passes.forward_outputs],
-            forward.outputs[passes.forward_outputs :],
-        )
-    )
-    inputs = {s for i in forward.inputs for s in forward.operations[i].holds}
-    programs = (_as_program(graph, passes) for graph in (forward, backward))
-    return Estimate(
-        simulate(forward, forward.inputs).peak_bytes,
-        simulate(backward, held).peak_bytes,
-        sum(forward.storages[s] for s in kept - results - inputs),
-        prices.added(*programs),
-    )
-
-
-def _as_program(graph: Graph, passes: Passes) -> Program:
-    """A graph of torch's in terms of the joint graph, found by name; what torch has added to it is
-    taken to cost nothing."""
-    place = {operation.name: i for i, operation in enumerate(passes.graph.operations)}
-    known = [i for i, operation in enumerate(graph.operations) if operation.name in place]
-    order = [i for i in known if graph.operations[i].kind == "input"]
-    given = len(order)
-    order += [i for i in known if graph.operations[i].kind != "input"]
-    step_of = {i: k for k, i in enumerate(order)}
-    steps = [
-        Step(
-            place[graph.operations[i].name],
-            tuple(step_of[used] for used in graph.operations[i].uses if used in step_of),
-        )
-        for i in order
-    ]
-    leaving = tuple(None if i is None else step_of.get(i) for i in graph.outputs)
-    return Program(tuple(steps), given, leaving)
+    forward, backward = (program_of(module, passes) for module in modules)
+    return estimate_of(passes, forward, backward, prices)
 
 
 def _prices(passes: Passes, *, fuses: bool) -> Prices:

@@ -11,10 +11,11 @@ from collections import Counter
 import torch
 from torch import fx
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch.utils._pytree import tree_leaves
 
 from ecornn.echo.graph import SYMBOLS, NotUnderstood
 from ecornn.echo.passes import Passes
-from ecornn.echo.schedule import FOR_ALL, Program, backward_program, saved
+from ecornn.echo.schedule import FOR_ALL, Program, Step, backward_program, saved
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -104,3 +105,22 @@ def without_unread_draws(modules: Modules) -> Modules:
             backward.graph.erase_node(node)
     backward.recompile()
     return forward, backward
+
+
+def program_of(module: fx.GraphModule, passes: Passes) -> Program:
+    """A graph that was split off a joint graph as a program: its nodes have the names that they had
+    there. Reading it anew would take as long as reading the joint graph."""
+    place = {operation.name: i for i, operation in enumerate(passes.graph.operations)}
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    for node in nodes:
+        if node.name not in place:
+            raise NotUnderstood(f"{node.name} is not of the joint graph")
+    given = [node for node in nodes if node.op == "placeholder"]
+    order = given + [node for node in nodes if node.op != "placeholder"]
+    step = {node: k for k, node in enumerate(order)}
+    steps = (
+        Step(place[node.name], tuple(step[used] for used in node.all_input_nodes)) for node in order
+    )
+    (output,) = module.graph.find_nodes(op="output")
+    leaving = tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
+    return Program(tuple(steps), len(given), tuple(step.get(node) for node in leaving))

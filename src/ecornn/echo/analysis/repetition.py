@@ -19,6 +19,8 @@ from ecornn.echo.passes import Passes
 
 #: Levels of sources that must be alike. Two reach from one cell state to the one before it.
 DEPTH = 2
+#: Steps of the shortest loop: of two, the second may be alike by chance.
+SHORTEST = 3
 #: Steps that are asked for the way back to the step before; all must not be, in a long graph.
 ASKED = 8
 
@@ -155,7 +157,8 @@ class _Recurrence:
             ways = Counter(way for i in asked if (way := self._way_back(i, members)) is not None)
             if ways:
                 # what most steps do: the first and the last may do something else
-                return self._along(ways.most_common(1)[0][0], by_kind[kind])
+                found = self._along(ways.most_common(1)[0][0], by_kind[kind])
+                return found if len(found) >= SHORTEST else set()
         return set()
 
     def _way_back(self, start: int, members: set[int]) -> tuple[int, ...] | None:

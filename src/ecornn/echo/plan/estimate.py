@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.prices import Prices
-from ecornn.echo.schedule import FOR_ALL, backward_program, forward_program, graph_of, saved
+from ecornn.echo.schedule import (
+    FOR_ALL,
+    Program,
+    backward_program,
+    forward_program,
+    graph_of,
+    saved,
+)
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,20 @@ class Estimate:
 
 def estimate(passes: Passes, plan: Plan, prices: Prices) -> Estimate:
     between = saved(passes, plan.kept)
-    forward = forward_program(passes, between)
     backward = backward_program(passes, between, plan.window)
+    return estimate_of(passes, forward_program(passes, between), backward, prices)
+
+
+def estimate_of(passes: Passes, forward: Program, backward: Program, prices: Prices) -> Estimate:
     forward_graph, backward_graph = (graph_of(passes, program) for program in (forward, backward))
+    arriving = [step.operation for step in backward.steps[: backward.given]]
+    between = frozenset(i for i in arriving if i not in passes.backward)
     # what the model is called with, weights among it, is held by the caller in both passes
-    held = [
-        place
-        for place, step in enumerate(backward.steps[: backward.given])
-        if passes.graph.operations[step.operation].kind == "input"
-        and step.operation not in passes.backward
-    ]
+    inputs = between.intersection(passes.graph.inputs)
+    held = [place for place, i in enumerate(arriving) if i in inputs]
     return Estimate(
         simulate(forward_graph, forward_graph.inputs).peak_bytes,
         simulate(backward_graph, held).peak_bytes,
-        passes.bytes_of(frozenset(between)),
+        passes.bytes_of(between),
         prices.added(forward, backward),
     )

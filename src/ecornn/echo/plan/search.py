@@ -1,9 +1,9 @@
 """Plans between keeping all and holding as little as can be, each with its estimate.
 
 Where they come from: Echo's bidirectional analysis; the same with its small results kept, so that
-no chain of cheap operators runs back through a recurrent state; the same with products run again
-up to some depth, where that is allowed. Each with one copy of what is run again, and with copies
-for readers that are far apart.
+no chain of cheap operators runs back through a recurrent state; the same changed a little where
+its peak is; the same with products run again up to some depth, where that is allowed. Each with
+one copy of what is run again, and with copies for readers that are far apart.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate
 from ecornn.echo.plan.groups import Group, groups_of, kept_with, run_again
 from ecornn.echo.plan.prices import Prices
+from ecornn.echo.plan.refine import refined
 from ecornn.echo.schedule import FOR_ALL
 
-#: Operations gone through for estimates, at most: 250,000 took 3 s on one core.
-MOST_WORK = 250_000
+#: Operations gone through for estimates, at most; each takes about 10 µs on one core.
+MOST_WORK = 150_000
+#: The same for refining one plan; each takes about 50 µs there.
+REFINING = 10_000
 #: How many plans, of those with the lowest peaks, are looked at more closely.
 BEST = 4
 #: How many products in a row may be run again.
@@ -91,6 +94,9 @@ class Search:
         base = bidirectional(self.passes)
         yield "bidirectional", base
         yield from self._small_kept("bidirectional", base)
+        if products and self.calls == 1:
+            kept = refined(self.passes, base, most_work=REFINING).kept
+            yield "bidirectional, refined where its peak is", kept
         if products:
             before = base
             for depth in DEPTHS:
