@@ -230,6 +230,21 @@ def test_an_input_that_needs_no_gradient(machine: Machine) -> None:
     assert by_name("persistent").backward(call, result, grads, ask).input_TBI is None
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_no_gradient_shares_memory_with_another(machine: Machine, cell: str) -> None:
+    """Whoever scales one in place, as clipping does, must not change another."""
+    call = make_call(cell)
+    hidden = call.h0_DBR.shape[-1]
+    grads = ResultGrads(torch.ones(STEPS, BATCH, hidden), None, None, None)
+    found = run("persistent", call, grads)[1]
+    every = [found.input_TBI, found.h0_DBR, found.c0_DBH, *found.weights]
+    there = [grad for grad in every if grad is not None]
+    before = [grad.clone() for grad in there]
+    for i, grad in enumerate(there):
+        grad.fill_(7.0)
+        assert all(torch.equal(a, b) for a, b in list(zip(there, before, strict=True))[i + 1 :])
+
+
 def test_per_sample_gradients(machine: Machine) -> None:
     call = make_call("lstm")
     result = by_name("persistent").forward(call)

@@ -184,26 +184,27 @@ class _WeightGrads:
         else:
             self._add((d, name), rows.T @ columns)
 
-    def column_sums(self, d: int, name: str, rows: Tensor) -> None:
+    def column_sums(self, d: int, rows: Tensor) -> None:
+        """Twice, because b_ih and b_hh have the same gradient and must not share its memory."""
         # a product with ones: torch's sum over rows took up to 128 MiB of scratch on an H200
-        ones = rows.new_ones(1, rows.shape[0])
+        ones = rows.new_ones(2, rows.shape[0])
         if self.dtype == torch.float32:
             total = ones @ rows
         else:
             total = torch.mm(ones, rows, out_dtype=torch.float32)
-        self._add((d, name), total[0])
+        self._add((d, "biases"), total)
 
     def of(self, d: int, w: DirectionWeights, hidden: int, gru: bool) -> list[Tensor]:
-        def state(name: str) -> Tensor:
-            found = self.sums[d, name]
-            if gru:  # back from (n, r, z)
-                found = torch.cat([found[hidden:], found[:hidden]])
-            return found.to(self.dtype)
+        def state(found: Tensor) -> Tensor:
+            # a GRU's back from (n, r, z)
+            return torch.cat([found[hidden:], found[:hidden]]) if gru else found
 
-        found = [self.sums[d, "w_ih"].to(self.dtype), state("w_hh")]
+        found = [self.sums[d, "w_ih"].to(self.dtype), state(self.sums[d, "w_hh"].to(self.dtype))]
         if w.b_ih is not None:
-            b_ih = self.sums[d, "b_ih"].to(self.dtype)
-            found += [b_ih, state("b_hh") if gru else b_ih.clone()]
+            to_input, to_state = self.sums[d, "biases"].to(self.dtype)
+            if gru:
+                to_input, to_state = to_input[hidden:], to_state[: 3 * hidden]
+            found += [to_input, state(to_state)]
         return found
 
 
@@ -292,6 +293,4 @@ def _weight_grads(
     sums.product(d, "w_ih", to_input, layer.input_rows(d, start, stop))
     sums.product(d, "w_hh", to_state, layer.entering_h(d, start, stop))
     if layer.weights[d].b_ih is not None:
-        sums.column_sums(d, "b_ih", to_input)
-        if layer.cell == "gru":
-            sums.column_sums(d, "b_hh", to_state)
+        sums.column_sums(d, d_gates)
