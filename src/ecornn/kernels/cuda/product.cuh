@@ -438,15 +438,20 @@ struct Product : Items {
     __syncthreads();
 #endif
   }
-  // No block may leave while others still push to it.
+  // No block may leave while others still push to it: each awaits all pushes before. After a wait
+  // was given up that does not hold, and the driver may report the late push itself.
   __device__ __forceinline__ void close_cluster() const {
 #if CLUSTER > 1
     cluster_sync();
 #endif
   }
+  // Wait for push number `count`. In a cluster a phase of a barrier ends when every warp that has
+  // units has pushed its share. So no warp can miss one: the same barrier's next phase lacks this
+  // warp's own bytes. And whoever has seen a phase end may push into the slot read before it: all
+  // have pushed since, which they do after their last read.
   __device__ __forceinline__ void await_vectors(int count) {
 #if !GRID && CLUSTER > 1
-    // a warp without units publishes nothing, so nobody would wait for it: it might miss a phase
+    // a warp without units pushes nothing, and nobody would wait for it
     if (DIRECT && row_warp * ROW_TILES * TILE_UNITS >= min(UNITS, padded - unit0())) return;
     Patience patience;
     while (!barrier_passed(barrier(count & 1), (count >> 1) & 1) && !give_up(patience)) {

@@ -11,6 +11,7 @@
 struct Stream {
   static constexpr int GROUPS = 32 / TOGETHER, COPIES = PARTS * GROUPS;
   static constexpr int ROUNDS = (COPIES + 31) / 32;
+  static_assert(ITEMS * ROUNDS <= 32, "`needed` has too few bits");
 
   const Product& product;
   bool by_vectors;  // all rows begin where vectors can be copied from
