@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -142,12 +143,20 @@ def test_for_inductor_nobody_keeps_more_than_torch_would(memory: str) -> None:
 
 
 def test_what_is_rewritten_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "differences", lambda *_: ["gradient 0 is computed otherwise"])
+    stock: Iterator[list[str]] = iter([[] for _ in pipeline.STOCK])  # looked at first, and right
+    wrong = ["gradient 0 is computed otherwise"]
+    monkeypatch.setattr(pipeline, "differences", lambda *_: next(stock, wrong))
     decision, grads = run(Attention(steps=6), torch.randn(4, 40, 16))
     assert decision.chosen.plan is None
     assert decision.fallback is not None
     assert "computed otherwise" in decision.fallback
     assert len(grads) == 5
+
+
+def test_where_every_split_is_wrong_none_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "differences", lambda *_: ["gradient 0 is computed otherwise"])
+    with pytest.raises(NotUnderstood, match="keep all: not the same computation"):
+        run(nn.Linear(3, 3), torch.randn(2, 3))
 
 
 def test_a_graph_that_is_not_understood_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

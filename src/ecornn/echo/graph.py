@@ -223,7 +223,8 @@ class _Recorder(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            return self._mode.from_tensor(value)
+            # not among the inputs: its sizes are no symbols, even where theirs are
+            return self._mode.from_tensor(value, static_shapes=True)
         return value
 
     def _storage_of(self, tensor: Tensor) -> int:

@@ -139,7 +139,7 @@ def _first_that_is_right(
         if not wrong:
             return candidate, modules
         refused.append((candidate.strategy, f"not the same computation: {wrong[0]}"))
-    if not candidates:
+    if not candidates or limits.bytes is None:
         raise NotUnderstood("; ".join(f"{name}: {why}" for name, why in refused))
     affordable = [c for c in candidates if not c.plan or c.estimate.seconds_added <= limits.seconds]
     smallest = min(candidate.estimate.peak(request.calls) for candidate in affordable)
@@ -177,6 +177,10 @@ def _stock(
             continue
         try:
             modules = _partitioned(partitioner, module, inputs, passes.forward_outputs, request)
+            # torch's min-cut reads a buffer again after the forward pass has written to it (2.13)
+            if wrong := differences(module, passes, modules):
+                refused.append((name, f"not the same computation: {wrong[0]}"))
+                continue
             found.append(Candidate(name, _simulated(modules, passes, prices), modules))
         except (NotUnderstood, AssertionError, RuntimeError) as error:
             refused.append((name, _first_line(error)))

@@ -55,6 +55,7 @@ class Regions:
         self.why_wet: str | None = None
         self._backends: dict[str, EchoBackend] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
+        self._made_of: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.calls is None or any(count == 0 for count in self.calls.values()):
@@ -124,7 +125,9 @@ class Regions:
                     part.__dict__["forward"] = before
 
     def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
-        if path not in self._compiled:
+        inside = path in self._compiled and part.__dict__.get("forward") is self._compiled[path]
+        if not inside and self._made_of.get(path) != part.forward:  # another part, or forward
+            self._made_of[path] = part.forward
             backend = EchoBackend(self.options, calls=calls, part=path or type(part).__name__)
             self._backends[path] = backend
             run: Any = _alone(part.forward) if path else part
