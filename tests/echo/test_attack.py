@@ -7,6 +7,7 @@ gradient, weights, buffers, inputs and the generator must be the twin's to the l
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import ecornn
+import ecornn.echo
 
 
 @pytest.fixture(autouse=True)
@@ -312,3 +314,31 @@ def test_torchs_splits_are_checked_as_well(memory: str, regions: Any) -> None:
             run(torch.ones(50, 8, dtype=torch.float64)).sum().backward()
             grads.append(plain.step.weight.grad.clone())
         torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
+
+
+class CountingWords(Counting):
+    """A sparse gradient, which Echo leaves to torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.words(torch.zeros(x.shape[0], dtype=torch.long))
+        for _ in range(4):
+            x = super().forward(x)
+        return x
+
+
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_what_is_left_to_torch_is_right_too(memory: str) -> None:
+    model = CountingWords().double()
+    twin = copy.deepcopy(model)
+    compiled = ecornn.compile(model, memory=memory)
+    for run, plain in ((compiled, model), (twin, twin)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ecornn.echo.FellBack)
+            run(torch.ones(50, 8, dtype=torch.float64)).sum().backward()
+        assert plain.weight.grad is not None
+    assert compiled.explain().graphs[0].fallback
+    torch.testing.assert_close(model.weight.grad, twin.weight.grad, rtol=1e-12, atol=1e-14)

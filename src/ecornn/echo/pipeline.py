@@ -22,7 +22,7 @@ from ecornn.echo.plan.budget import NO_LIMITS, Limits, plans_for, rank, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices, fused, one_by_one
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
-from ecornn.echo.verify import differences, refusal
+from ecornn.echo.verify import differences, refusal, writes
 
 Partitioner = Callable[..., Modules]
 
@@ -216,7 +216,9 @@ def _left_to_torch(
             f'memory: {request.memory} cannot be promised, since {why}; ask for "auto", which'
             " leaves such a graph to torch's own partitioner"
         )
-    name = "torch's min-cut"
+    # torch's min-cut (2.13) reads again in the backward pass what the forward pass has written to
+    # since; whoever keeps all reads nothing again
+    name = "keep all" if any(map(writes, module.graph.nodes)) else "torch's min-cut"
     modules = _partitioned(STOCK[name], module, inputs, forward_outputs, request)
     unknown = Candidate(name, Estimate(0, 0, 0, 0.0), modules)
     return Decision(request, unknown, modules, (unknown,), (), fallback=why)

@@ -36,7 +36,7 @@ def refusal(module: fx.GraphModule, passes: Passes) -> str | None:
     for node in module.graph.nodes:
         own = names.get(node.name) in passes.backward
         tagged = "backward" in str(node.meta.get("partitioner_tag"))
-        if _writes(node) and (own or tagged):
+        if writes(node) and (own or tagged):
             return f"{node.name} writes to memory in the backward pass"
     return None
 
@@ -71,7 +71,7 @@ def _numbers(
             found[node] = given.get(node.name, table.setdefault(key, len(table)))
         elif node.op != "output":
             key = (node.op, node.target, _frozen(node.args, found), _frozen(node.kwargs, found))
-            if node.name in once or _draws_or_writes(node):
+            if node.name in once or _draws_orwrites(node):
                 key = (*key, node.name)
             found[node] = table.setdefault(key, len(table))
     return found
@@ -89,13 +89,13 @@ def _frozen(value: Any, numbers: dict[fx.Node, int]) -> Any:
     return (type(value).__name__, repr(value))
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _draws_or_writes(node: fx.Node) -> bool:
+def _draws_orwrites(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return _writes(node) or torch.Tag.nondeterministic_seeded in tags
+    return writes(node) or torch.Tag.nondeterministic_seeded in tags
 
 
 def _leaving(module: fx.GraphModule) -> list[Any]:
@@ -151,7 +151,7 @@ def _run_once(
 
     def names(nodes: list[fx.Node], known: set[str]) -> list[str]:
         calls = (node for node in nodes if node.op not in ("placeholder", "output"))
-        return [node.name for node in calls if node.name in known or _draws_or_writes(node)]
+        return [node.name for node in calls if node.name in known or _draws_orwrites(node)]
 
     if sorted(names(expected, once)) != sorted(names(found, once)):
         before, after = Counter(names(expected, once)), Counter(names(found, once))
