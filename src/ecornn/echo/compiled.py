@@ -23,6 +23,7 @@ def compile(  # torch's name for it
     codegen: str | None = None,
     regions: str | Sequence[str | nn.Module] = "auto",
     dynamic: bool | None = None,
+    lean: bool = True,
 ) -> Any:
     """Compile a model or a function with Echo.
 
@@ -32,13 +33,15 @@ def compile(  # torch's name for it
         themselves, once for all calls: "auto" finds them at the first call; paths or modules name
         them; () compiles the whole model, its loops unrolled.
     dynamic: as in torch.compile.
+    lean: functions outside such parts that keep far more than they need, such as cross entropy of
+        many words, are replaced by ones that give the same bits.
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.
     """
     options = read_options({"memory": memory, "codegen": codegen})
     if isinstance(model, nn.Module):
-        return CompiledModel(model, options, _checked(model, regions), dynamic)
+        return CompiledModel(model, options, _checked(model, regions), dynamic, lean)
     if not callable(model):
         raise InvalidInput("model", repr(model), "a module or a function", "pass what is called")
     if regions not in ("auto", ()):
@@ -81,12 +84,13 @@ class CompiledModel(nn.Module):
         options: Options,
         regions: tuple[str, ...] | None,
         dynamic: bool | None,
+        lean: bool = True,
     ) -> None:
         super().__init__()
         self._modules["_orig_mod"] = model
         self.__dict__["training"] = model.training
-        self.__dict__["_asked"] = (options, regions, dynamic)
-        self.__dict__["_regions"] = Regions(model, options, regions, dynamic)
+        self.__dict__["_asked"] = (options, regions, dynamic, lean)
+        self.__dict__["_regions"] = Regions(model, options, regions, dynamic, lean)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _with_plain_errors(self._regions, args, kwargs)

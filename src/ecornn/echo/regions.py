@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ecornn.echo.backend import EchoBackend
+from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
 from ecornn.echo.options import Options
 from ecornn.echo.report import GraphReport
 from ecornn.errors import InvalidInput
@@ -48,11 +49,13 @@ class Regions:
         options: Options,
         given: tuple[str, ...] | None,
         dynamic: bool | None,
+        lean: bool = True,
     ) -> None:
-        self.model, self.options, self.dynamic = model, options, dynamic
+        self.model, self.options, self.dynamic, self.lean = model, options, dynamic, lean
         self.calls: dict[str, int] | None = None if given is None else dict.fromkeys(given, 0)
         self.given = given is not None
         self.why_wet: str | None = None
+        self.replaced = Replaced()
         self._backends: dict[str, EchoBackend] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
 
@@ -65,7 +68,17 @@ class Regions:
         if not self.calls:
             return self._of("", self.model, 1)(*args, **kwargs)
         with self._in_place():
+            return self._called(args, kwargs)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        if not self.lean:
             return self.model(*args, **kwargs)
+        functions = LeanFunctions(self.replaced)
+        try:
+            with functions:
+                return self.model(*args, **kwargs)
+        finally:
+            functions.end_of_call()
 
     def _settle(self, counts: dict[str, int]) -> None:
         if self.calls is None:
@@ -128,7 +141,8 @@ class Regions:
             backend = EchoBackend(self.options, calls=calls, part=path or type(part).__name__)
             self._backends[path] = backend
             run: Any = _alone(part.forward) if path else part
-            self._compiled[path] = torch.compile(run, backend=backend, dynamic=self.dynamic)
+            compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
+            self._compiled[path] = without_lean_functions(compiled) if path else compiled
         return self._compiled[path]
 
     def graphs(self) -> list[GraphReport]:
@@ -146,7 +160,8 @@ class Regions:
         found = [f"called in one forward pass, {how}, each compiled once: {parts}"]
         if self.why_wet is not None:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
-        return [*found, "the rest of the model runs as it is written"]
+        rest = self.replaced.told() if self.lean else ["as asked for, no function is replaced"]
+        return [*found, "the rest of the model runs as it is written", *rest]
 
 
 def _alone(forward: Callable[..., Any]) -> Callable[..., Any]:

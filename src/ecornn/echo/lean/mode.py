@@ -1,0 +1,114 @@
+"""`LeanFunctions`: replaces functions of torch while a model is called, and counts that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from ecornn.echo.lean.alone import Loan
+from ecornn.echo.lean.cross_entropy import Call
+from ecornn.echo.options import size_text
+
+
+@dataclass
+class Replaced:
+    """Calls so far, and how many of their scores nobody else referred to; the largest scores."""
+
+    calls: int = 0
+    private: int = 0
+    largest_bytes: int = 0
+
+    def told(self) -> list[str]:
+        if self.calls == 0:
+            return []
+        size = size_text(self.largest_bytes)
+        told = (
+            f"cross_entropy keeps only its scores, to the same bits, in {self.calls} calls: its"
+            f" backward pass holds less by their size ({size} at most), and by twice their size"
+            f" where nothing else refers to them ({self.private} calls)"
+        )
+        return [told]
+
+
+class LeanFunctions(TorchFunctionMode):
+    """For one call of a model, in its thread."""
+
+    def __init__(self, replaced: Replaced) -> None:
+        super().__init__()
+        self.replaced = replaced
+        self.loans: list[Loan] = []
+        self.other_streams = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # Dynamo reads this where a part of the model is compiled by others: nothing changes there.
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        if func is F.cross_entropy:
+            return self._cross_entropy(args, kwargs or {})
+        if func is Tensor.record_stream:
+            self.other_streams = True
+        return func(*args, **(kwargs or {}))
+
+    def _cross_entropy(self, args: Sequence[Any], kwargs: Any) -> Any:
+        try:
+            call = Call(*args, **kwargs)
+        except TypeError:  # torch says what is wrong
+            return F.cross_entropy(*args, **kwargs)
+        if _transformed() or call.refusal() is not None:
+            return F.cross_entropy(*args, **kwargs)
+        self.replaced.calls += 1
+        self.replaced.largest_bytes = max(self.replaced.largest_bytes, call.input.nbytes)
+        self.loans.append(Loan(call.input))
+        return call.carry_out(self.loans[-1])
+
+    def end_of_call(self) -> None:
+        """When the model's call is over and its names are gone."""
+        while self.loans:
+            loan = self.loans.pop()
+            loan.end_of_call(seen_by_other_streams=self.other_streams)
+            self.replaced.private += loan.private
+
+
+def _transformed() -> bool:
+    """Is the call traced, or differentiated by other means than the backward pass?"""
+    forwards: Any = forward_ad._current_level
+    transform: Any = torch._C._functorch.peek_interpreter_stack()
+    return forwards >= 0 or transform is not None or torch._C._is_tracing()
+
+
+def without_lean_functions(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled code must be called as if these modes were not there: dynamo would compile it for
+    them, and once more for calls without them."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        modes = _get_current_function_mode_stack()
+        if not any(isinstance(mode, LeanFunctions) for mode in modes):
+            return run(*args, **kwargs)
+        _replace(modes, [mode for mode in modes if not isinstance(mode, LeanFunctions)])
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _replace(_get_current_function_mode_stack(), modes)
+
+    return called
+
+
+def _replace(before: Sequence[Any], after: Sequence[Any]) -> None:
+    for _ in before:
+        _pop_mode()
+    for mode in after:
+        _push_mode(mode)
