@@ -57,7 +57,7 @@ class Regions:
         self.why_wet: str | None = None
         self.replaced = Replaced()
         self._backends: dict[str, EchoBackend] = {}
-        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._compiled: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.calls is None or any(count == 0 for count in self.calls.values()):
@@ -137,13 +137,14 @@ class Regions:
                     part.__dict__["forward"] = before
 
     def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
-        if path not in self._compiled:
+        """A part that took another's place is compiled anew."""
+        if path not in self._compiled or self._compiled[path][0] is not part:
             backend = EchoBackend(self.options, calls=calls, part=path or type(part).__name__)
             self._backends[path] = backend
             run: Any = _alone(part.forward) if path else part
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
-            self._compiled[path] = without_lean_functions(compiled) if path else compiled
-        return self._compiled[path]
+            self._compiled[path] = part, without_lean_functions(compiled) if path else compiled
+        return self._compiled[path][1]
 
     def graphs(self) -> list[GraphReport]:
         return [told for backend in self._backends.values() for told in backend.report.graphs]

@@ -97,7 +97,7 @@ class _CrossEntropy(torch.autograd.Function):
         if reduction != NONE:
             # As the log-softmax of a single class: torch adds them in the same order.
             picked_N1 = loss.neg_().unsqueeze(1)
-            single_N = torch.where(target_N == ignore_index, IGNORED, 0)
+            single_N = (target_N == ignore_index) * IGNORED
             loss, total = aten.nll_loss_forward(picked_N1, single_N, None, reduction, IGNORED)
         ctx.save_for_backward(scores_NV, target_N, total)
         ctx.asked, ctx.loan = (reduction, ignore_index), loan

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _len_torch_function_stack
 from torch.autograd import forward_ad
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ecornn.echo.lean.alone import Loan
 from ecornn.echo.lean.cross_entropy import Call
@@ -95,20 +91,21 @@ def without_lean_functions(run: Callable[..., Any]) -> Callable[..., Any]:
     them, and once more for calls without them."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        modes = _get_current_function_mode_stack()
-        if not any(isinstance(mode, LeanFunctions) for mode in modes):
+        depth = _len_torch_function_stack()
+        if depth == 0:
             return run(*args, **kwargs)
-        _replace(modes, [mode for mode in modes if not isinstance(mode, LeanFunctions)])
+        modes = [_pop_mode() for _ in range(depth)]  # the innermost first
+        _push_all(mode for mode in modes if not isinstance(mode, LeanFunctions))
         try:
             return run(*args, **kwargs)
         finally:
-            _replace(_get_current_function_mode_stack(), modes)
+            while _len_torch_function_stack():
+                _pop_mode()
+            _push_all(modes)
 
     return called
 
 
-def _replace(before: Sequence[Any], after: Sequence[Any]) -> None:
-    for _ in before:
-        _pop_mode()
-    for mode in after:
+def _push_all(modes: Iterable[Any]) -> None:
+    for mode in reversed(list(modes)):
         _push_mode(mode)
