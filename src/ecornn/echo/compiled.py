@@ -24,6 +24,7 @@ def compile(  # torch's name for it
     regions: str | Sequence[str | nn.Module] = "auto",
     dynamic: bool | None = None,
     lean: bool = True,
+    masks: str = "bytes",
 ) -> Any:
     """Compile a model or a function with Echo.
 
@@ -35,11 +36,12 @@ def compile(  # torch's name for it
     dynamic: as in torch.compile.
     lean: functions outside such parts that keep far more than they need, such as cross entropy of
         many words, are replaced by ones that give the same bits.
+    masks: "bits" keeps booleans eight to a byte, with code generation "eager" only.
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.
     """
-    options = read_options({"memory": memory, "codegen": codegen})
+    options = read_options({"memory": memory, "codegen": codegen, "masks": masks})
     if isinstance(model, nn.Module):
         return CompiledModel(model, options, _checked(model, regions), dynamic, lean)
     if not callable(model):
