@@ -23,7 +23,7 @@ def compile(  # torch's name for it
     codegen: str | None = None,
     regions: str | Sequence[str | nn.Module] = "auto",
     dynamic: bool | None = None,
-    lean: bool = True,
+    lean: bool | str = True,
     masks: str = "bytes",
 ) -> Any:
     """Compile a model or a function with Echo.
@@ -35,13 +35,16 @@ def compile(  # torch's name for it
         them; () compiles the whole model, its loops unrolled.
     dynamic: as in torch.compile.
     lean: functions outside such parts that keep far more than they need, such as cross entropy of
-        many words, are replaced by ones that give the same bits.
+        many words, are replaced by ones that give the same bits. "layers", or memory "min": torch's
+        recurrent layers outside such parts are also run again in the backward pass.
     masks: "bits" keeps booleans eight to a byte, with code generation "eager" only.
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.
     """
     options = read_options({"memory": memory, "codegen": codegen, "masks": masks})
+    if lean not in (True, False, "layers"):
+        raise InvalidInput("lean", repr(lean), 'True, False or "layers"', "give one of these")
     if isinstance(model, nn.Module):
         return CompiledModel(model, options, _checked(model, regions), dynamic, lean)
     if not callable(model):
@@ -86,7 +89,7 @@ class CompiledModel(nn.Module):
         options: Options,
         regions: tuple[str, ...] | None,
         dynamic: bool | None,
-        lean: bool = True,
+        lean: bool | str = True,
     ) -> None:
         super().__init__()
         self._modules["_orig_mod"] = model

@@ -49,7 +49,7 @@ class Regions:
         options: Options,
         given: tuple[str, ...] | None,
         dynamic: bool | None,
-        lean: bool = True,
+        lean: bool | str = True,
     ) -> None:
         self.model, self.options, self.dynamic, self.lean = model, options, dynamic, lean
         self.calls: dict[str, int] | None = None if given is None else dict.fromkeys(given, 0)
@@ -73,7 +73,8 @@ class Regions:
     def _called(self, args: Any, kwargs: Any) -> Any:
         if not self.lean:
             return self.model(*args, **kwargs)
-        functions = LeanFunctions(self.replaced)
+        rerun = self.lean == "layers" or self.options.memory.kind == "min"
+        functions = LeanFunctions(self.replaced, rerun_layers=rerun)
         try:
             with functions:
                 return self.model(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch._C import _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from ecornn.echo.lean import layers
 from ecornn.echo.lean.alone import Loan
 from ecornn.echo.lean.cross_entropy import Call
 from ecornn.echo.options import size_text
@@ -20,30 +21,39 @@ from ecornn.echo.options import size_text
 
 @dataclass
 class Replaced:
-    """Calls so far, and how many of their scores nobody else referred to; the largest scores."""
+    """Calls of cross entropy so far, how many of their scores nobody else referred to, and the
+    largest scores; calls of layers that are run again, and the largest results of one."""
 
     calls: int = 0
     private: int = 0
     largest_bytes: int = 0
+    layers: int = 0
+    largest_layer_bytes: int = 0
 
     def told(self) -> list[str]:
-        if self.calls == 0:
-            return []
-        size = size_text(self.largest_bytes)
-        told = (
-            f"cross_entropy keeps only its scores, to the same bits, in {self.calls} calls: its"
-            f" backward pass holds less by their size ({size} at most), and by twice their size"
-            f" where nothing else refers to them ({self.private} calls)"
-        )
-        return [told]
+        told = []
+        if self.calls:
+            size = size_text(self.largest_bytes)
+            told.append(
+                f"cross_entropy keeps only its scores, to the same bits, in {self.calls} calls: its"
+                f" backward pass holds less by their size ({size} at most), and by twice their size"
+                f" where nothing else refers to them ({self.private} calls)"
+            )
+        if self.layers:
+            size = size_text(self.largest_layer_bytes)
+            told.append(
+                f"recurrent layers of torch are run again in the backward pass, {self.layers}"
+                f" calls: nothing but their arguments is kept (their results: {size} at most)"
+            )
+        return told
 
 
 class LeanFunctions(TorchFunctionMode):
     """For one call of a model, in its thread."""
 
-    def __init__(self, replaced: Replaced) -> None:
+    def __init__(self, replaced: Replaced, *, rerun_layers: bool = False) -> None:
         super().__init__()
-        self.replaced = replaced
+        self.replaced, self.rerun_layers = replaced, rerun_layers
         self.loans: list[Loan] = []
         self.other_streams = False
 
@@ -55,6 +65,8 @@ class LeanFunctions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is F.cross_entropy:
             return self._cross_entropy(args, kwargs or {})
+        if self.rerun_layers and func in layers.LAYERS:
+            return self._layer(func, args, kwargs or {})
         if func is Tensor.record_stream:
             self.other_streams = True
         return func(*args, **(kwargs or {}))
@@ -70,6 +82,14 @@ class LeanFunctions(TorchFunctionMode):
         self.replaced.largest_bytes = max(self.replaced.largest_bytes, call.input.nbytes)
         self.loans.append(Loan(call.input))
         return call.carry_out(self.loans[-1])
+
+    def _layer(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if _transformed() or layers.refusal(args, kwargs) is not None:
+            return func(*args, **kwargs)
+        self.replaced.layers += 1
+        size = layers.output_bytes(args)
+        self.replaced.largest_layer_bytes = max(self.replaced.largest_layer_bytes, size)
+        return layers.run_again_later(func, args)
 
     def end_of_call(self) -> None:
         """When the model's call is over and its names are gone."""
