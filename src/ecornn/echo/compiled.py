@@ -11,6 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.explain import Explanation
+from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.options import Options, read_options
 from ecornn.echo.regions import Regions, named
 from ecornn.errors import EcornnError, InvalidInput
@@ -70,7 +71,8 @@ def _checked(model: nn.Module, regions: Any) -> tuple[str, ...] | None:
 class CompiledFunction:
     def __init__(self, function: Callable[..., Any], options: Options, dynamic: bool | None):
         self.backend = EchoBackend(options, part=getattr(function, "__name__", "function"))
-        self._run = torch.compile(function, backend=self.backend, dynamic=dynamic)
+        compiled = torch.compile(function, backend=self.backend, dynamic=dynamic)
+        self._run = without_lean_functions(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _with_plain_errors(self._run, args, kwargs)

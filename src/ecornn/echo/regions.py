@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
+from ecornn.echo.lean.needs import missing
 from ecornn.echo.options import Options
 from ecornn.echo.report import GraphReport
 from ecornn.errors import InvalidInput
@@ -51,7 +52,8 @@ class Regions:
         dynamic: bool | None,
         lean: bool | str = True,
     ) -> None:
-        self.model, self.options, self.dynamic, self.lean = model, options, dynamic, lean
+        self.model, self.options, self.dynamic = model, options, dynamic
+        self.lean = lean if missing() is None else False
         self.calls: dict[str, int] | None = None if given is None else dict.fromkeys(given, 0)
         self.given = given is not None
         self.why_wet: str | None = None
@@ -144,7 +146,7 @@ class Regions:
             self._backends[path] = backend
             run: Any = _alone(part.forward) if path else part
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
-            self._compiled[path] = part, without_lean_functions(compiled) if path else compiled
+            self._compiled[path] = part, without_lean_functions(compiled)
         return self._compiled[path][1]
 
     def graphs(self) -> list[GraphReport]:
@@ -162,7 +164,8 @@ class Regions:
         found = [f"called in one forward pass, {how}, each compiled once: {parts}"]
         if self.why_wet is not None:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
-        rest = self.replaced.told() if self.lean else ["as asked for, no function is replaced"]
+        unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
+        rest = self.replaced.told() if self.lean else [unlean]
         return [*found, "the rest of the model runs as it is written", *rest]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 import ecornn
 from ecornn.echo.lean import layers
@@ -74,7 +75,7 @@ def test_an_argument_that_was_changed_is_found(which: str) -> None:
         out = layer(x)[0].sum()
     with torch.no_grad():
         (x if which == "input" else layer.weight_hh_l0).mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place|modified by an inplace"):
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
         out.backward()
 
 
@@ -116,6 +117,10 @@ def test_draws_are_not_repeated_and_small_or_constant_layers_are_left() -> None:
         with torch.no_grad():
             nn.GRU(4, 6)(x)
     assert replaced.layers == 0
+    with LeanFunctions(replaced, rerun_layers=True):  # by a checkpoint of the model's own
+        layer = nn.LSTM(4, 6)
+        out = checkpoint(lambda given: layer(given)[0].sum(), x, use_reentrant=False)
+    out.backward()
     with LeanFunctions(replaced):  # not asked for
         nn.LSTM(4, 6)(x)
     assert replaced.layers == 0

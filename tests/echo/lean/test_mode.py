@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import ecornn
-from ecornn.echo.lean import cross_entropy
+from ecornn.echo.lean import cross_entropy, needs
 from support.translator import Translator, sentences
 
 
@@ -45,7 +45,7 @@ def test_a_model_s_bits_do_not_change_and_it_says_what_was_replaced() -> None:
     told = " ".join(str(lean.explain()).split())
     assert "cross_entropy keeps only its scores, to the same bits, in 2 calls" in told
     assert "nothing else refers to them (2 calls)" in told
-    assert "as asked for, no function is replaced" in str(plain.explain())
+    assert "no function of it is replaced: as asked for" in str(plain.explain())
     assert copy.deepcopy(plain)._asked[-1] is False
     assert len(lean.explain().graphs) == 1
     with torch.no_grad():
@@ -63,6 +63,18 @@ def test_nothing_is_active_without_parts_or_after_an_error() -> None:
     whole = ecornn.compile(Watching(), regions=())
     whole(torch.ones(2))
     assert Watching.seen == []
+
+
+def test_a_torch_that_lacks_something_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "NEEDED", ("_C._nothing_of_the_kind",))
+    needs.missing.cache_clear()
+    compiled = ecornn.compile(Translator())
+    compiled(*sentences(2, 5, 7)).backward()
+    assert "is replaced: torch" in str(compiled.explain())
+    assert "has no torch._C._nothing_of_the_kind" in str(compiled.explain())
+    monkeypatch.undo()
+    needs.missing.cache_clear()
+    assert needs.missing() is None
 
 
 class Watching(nn.Module):

@@ -43,7 +43,7 @@ class Loan:
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
         self.counts = counts_of(tensor)
-        if unavailable() is None and not seen_by_other_streams and _is_plain(tensor):
+        if not seen_by_other_streams and _is_plain(tensor):
             self.private = self.counts == _sole_owner(tensor._is_view())[0]
 
     def is_over(self, tensor: Tensor) -> bool:
@@ -58,18 +58,6 @@ def _is_plain(tensor: Tensor) -> bool:
     """All of its memory, in order, made by an operator."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return whole and type(tensor) is Tensor and not tensor.is_leaf
-
-
-@cache
-def unavailable() -> str | None:
-    """What torch lacks here, of what it does not document."""
-    needed = (
-        (torch._C, "_storage_Use_Count"),
-        (torch.Tensor, "_use_count"),
-        (getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph"),
-    )
-    missing = [name for owner, name in needed if not hasattr(owner, name)]
-    return f"torch {torch.__version__} has no {missing[0]}" if missing else None
 
 
 @cache

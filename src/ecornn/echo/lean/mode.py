@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _len_torch_function_stack
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from ecornn.echo.lean import layers
 from ecornn.echo.lean.alone import Loan
 from ecornn.echo.lean.cross_entropy import Call
+from ecornn.echo.lean.needs import missing
 from ecornn.echo.options import size_text
 
 
@@ -76,7 +76,7 @@ class LeanFunctions(TorchFunctionMode):
             call = Call(*args, **kwargs)
         except TypeError:  # torch says what is wrong
             return F.cross_entropy(*args, **kwargs)
-        if _transformed() or call.refusal() is not None:
+        if _watched() or call.refusal() is not None:
             return F.cross_entropy(*args, **kwargs)
         self.replaced.calls += 1
         self.replaced.largest_bytes = max(self.replaced.largest_bytes, call.input.nbytes)
@@ -84,7 +84,7 @@ class LeanFunctions(TorchFunctionMode):
         return call.carry_out(self.loans[-1])
 
     def _layer(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if _transformed() or layers.refusal(args, kwargs) is not None:
+        if _watched() or layers.refusal(args, kwargs) is not None:
             return func(*args, **kwargs)
         self.replaced.layers += 1
         size = layers.output_bytes(args)
@@ -99,28 +99,34 @@ class LeanFunctions(TorchFunctionMode):
             self.replaced.private += loan.private
 
 
-def _transformed() -> bool:
-    """Is the call traced, or differentiated by other means than the backward pass?"""
+def _watched() -> bool:
+    """Is the call traced, differentiated by other means than the backward pass, or within hooks on
+    what is kept? A checkpoint has such hooks, and runs the call again when this mode is over: it
+    must keep then what it kept before."""
     forwards: Any = forward_ad._current_level
     transform: Any = torch._C._functorch.peek_interpreter_stack()
-    return forwards >= 0 or transform is not None or torch._C._is_tracing()
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return forwards >= 0 or transform is not None or hooks is not None or torch._C._is_tracing()
 
 
 def without_lean_functions(run: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled code must be called as if these modes were not there: dynamo would compile it for
-    them, and once more for calls without them."""
+    them, and once more for calls without them. Also where none is asked for: what is compiled may
+    be a part of another model."""
+    if missing() is not None:
+        return run
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        depth = _len_torch_function_stack()
+        depth = torch._C._len_torch_function_stack()
         if depth == 0:
             return run(*args, **kwargs)
-        modes = [_pop_mode() for _ in range(depth)]  # the innermost first
+        modes = [torch.overrides._pop_mode() for _ in range(depth)]  # the innermost first
         _push_all(mode for mode in modes if not isinstance(mode, LeanFunctions))
         try:
             return run(*args, **kwargs)
         finally:
-            while _len_torch_function_stack():
-                _pop_mode()
+            while torch._C._len_torch_function_stack():
+                torch.overrides._pop_mode()
             _push_all(modes)
 
     return called
@@ -128,4 +134,4 @@ def without_lean_functions(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _push_all(modes: Iterable[Any]) -> None:
     for mode in reversed(list(modes)):
-        _push_mode(mode)
+        torch.overrides._push_mode(mode)
