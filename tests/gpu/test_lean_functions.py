@@ -97,3 +97,21 @@ def test_it_can_be_captured() -> None:
     (expected,) = torch.autograd.grad(F.cross_entropy(leaf * 1, target), leaf)
     assert replaced.private == 2
     assert torch.equal(leaf.grad, expected)
+
+
+def test_a_layer_that_is_run_again_keeps_nothing_and_has_the_same_bits() -> None:
+    layer = torch.nn.LSTM(256, 256).cuda()
+    x = torch.randn(64, 128, 256, device="cuda", requires_grad=True)
+    results = 4 * 64 * 128 * 256
+    found, kept = [], []
+    for rerun in (False, True):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with LeanFunctions(Replaced(), rerun_layers=rerun):
+            loss = layer(x)[0].sum()
+        kept.append(torch.cuda.memory_allocated() - before)
+        found.append(torch.autograd.grad(loss, [x, *layer.parameters()]))
+        del loss
+    assert kept[0] > 4 * results
+    assert kept[1] < results
+    assert all(map(torch.equal, *found))
