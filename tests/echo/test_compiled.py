@@ -94,6 +94,7 @@ def test_a_function() -> None:
         ({"memory": "a lot"}, "memory: got 'a lot'"),
         ({"memory": -3}, "memory: got -3"),
         ({"codegen": "fortran"}, "codegen: got 'fortran'"),
+        ({"lean": "very"}, "lean: got 'very'"),
         ({"regions": "step"}, r"write \['step'\]"),
         ({"regions": ["stop"]}, "its parts are: keys, step"),
         ({"regions": [nn.Linear(2, 2)]}, "its parts are: keys, step"),

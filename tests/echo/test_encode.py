@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,17 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module, make_boxed_func
 from torch._functorch.partitioners import default_partition
 
+import ecornn
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.encode import bits_of, mask_of, masks_as_bits
 from ecornn.echo.graph import read_graph
+from ecornn.echo.masks import in_bits
+from ecornn.echo.options import AUTO
+from ecornn.echo.passes import Passes
+from ecornn.echo.report import GraphReport
+from ecornn.echo.rewrite import duplicate, without_unread_draws
+from ecornn.echo.verify import differences
+from ecornn.errors import InvalidInput
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (8,), (3, 5), (2, 4, 9), (0, 3)])
@@ -89,3 +98,71 @@ def test_a_mask_that_the_model_returns_stays() -> None:
     backward.output((backward.call_function(torch.ops.aten.logical_not.default, (there,)),))
     modules = masks_as_bits((fx.GraphModule({}, graph), fx.GraphModule({}, backward)), 1)
     assert [n.name for n in modules[1].graph.find_nodes(op="placeholder")] == [mask.name]
+
+
+def compiled_gradients(masks: str, memory: str) -> tuple[list[Tensor], Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Masked()
+    run = ecornn.compile(model, masks=masks, memory=memory, codegen="eager")
+    x = torch.randn(10, 12, requires_grad=True)
+    held = []
+
+    def pack(kept: Tensor) -> Tensor:
+        held.append(kept)
+        return kept
+
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        out = run(x)
+    sizes = sorted(kept.nbytes for kept in held if kept.dtype in (torch.bool, torch.uint8))
+    gradients = torch.autograd.grad(out.square().sum(), [x, *model.parameters()])
+    assert run.explain().graphs[0].refused == []
+    return [out.detach(), *gradients], sizes
+
+
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_a_compiled_model_keeps_bits_and_the_same_gradients(memory: str) -> None:
+    (plain, bytes_kept), (encoded, bits_kept) = (
+        compiled_gradients(masks, memory) for masks in ("bytes", "bits")
+    )
+    for a, b in zip(encoded, plain, strict=True):
+        assert torch.equal(a, b)
+    assert bytes_kept
+    assert bits_kept == [size // 8 for size in bytes_kept]
+
+
+def test_bits_that_are_unpacked_otherwise_are_found() -> None:
+    """The verification knows exactly one way back."""
+    wrong: list[list[str]] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        passes = Passes(read_graph(joint), num_fwd_outputs)
+        found = default_partition(duplicate(joint), inputs, num_fwd_outputs=num_fwd_outputs)
+        encoded = masks_as_bits(without_unread_draws(found), num_fwd_outputs)
+        wrong.append(differences(joint, passes, encoded))
+        for node in encoded[1].graph.nodes:
+            if node.target is torch.ops.aten.ne.Scalar:
+                node.target = torch.ops.aten.eq.Scalar
+        wrong.append(differences(joint, passes, encoded))
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
+
+    def compiler(module: fx.GraphModule, example: Any) -> Any:
+        return make_boxed_func(module.forward)
+
+    run = aot_module(Masked(), fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+    run(torch.randn(10, 12)).sum().backward()
+    assert wrong[0] == []
+    assert any("is computed otherwise" in one for one in wrong[1])
+
+
+def test_where_masks_stay_it_is_told() -> None:
+    with pytest.raises(InvalidInput, match="masks: got 'nibbles'"):
+        ecornn.compile(Masked(), masks="nibbles")
+    modules = (fx.GraphModule({}, fx.Graph()), fx.GraphModule({}, fx.Graph()))
+    left: Any = SimpleNamespace(passes=None, modules=modules)
+    for codegen, why in (("inductor", "not with code generation"), ("eager", "left to torch")):
+        told = GraphReport("graph", codegen, "", AUTO)
+        assert in_bits(modules[0], left, told) is modules
+        assert told.refused[0][0] == "masks as bits"
+        assert why in told.refused[0][1]

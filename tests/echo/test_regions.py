@@ -157,6 +157,15 @@ def test_hooks_and_errors_leave_nothing_behind() -> None:
     assert len(model.step._forward_pre_hooks) == 0
 
 
+def test_a_part_that_is_exchanged_is_compiled_anew() -> None:
+    model, x = Stops(), torch.randn(3, 4)
+    compiled = ecornn.compile(model, regions=["step"])
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+        model.step = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_single_layers_stay_in_the_graph_of_the_whole() -> None:
     class Reusing(nn.Module):
         def __init__(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from ecornn._version import __version__
+from ecornn.echo import masks
 from ecornn.echo.options import Options, read_options
 from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.report import GraphReport, Report
@@ -59,6 +60,8 @@ class _Partition:
         self.told.decided(joint, decision)
         if decision.fallback is not None:
             _warn(self.told.name, decision)
+        if self.backend.options.masks == "bits":
+            return masks.in_bits(joint, decision, self.told)
         return decision.modules
 
     def key(self) -> str:

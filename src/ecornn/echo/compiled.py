@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.explain import Explanation
+from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.options import Options, read_options
-from ecornn.echo.regions import Regions, named
+from ecornn.echo.regions import Regions, alone, named
 from ecornn.errors import EcornnError, InvalidInput
 
 
@@ -23,6 +24,8 @@ def compile(  # torch's name for it
     codegen: str | None = None,
     regions: str | Sequence[str | nn.Module] = "auto",
     dynamic: bool | None = None,
+    lean: bool | str = True,
+    masks: str = "bytes",
 ) -> Any:
     """Compile a model or a function with Echo.
 
@@ -32,13 +35,19 @@ def compile(  # torch's name for it
         themselves, once for all calls: "auto" finds them at the first call; paths or modules name
         them; () compiles the whole model, its loops unrolled.
     dynamic: as in torch.compile.
+    lean: functions outside such parts that keep far more than they need, such as cross entropy of
+        many words, are replaced by ones that give the same bits. "layers", or memory "min": torch's
+        recurrent layers outside such parts are also run again in the backward pass.
+    masks: "bits" keeps booleans eight to a byte, with code generation "eager" only.
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.
     """
-    options = read_options({"memory": memory, "codegen": codegen})
+    options = read_options({"memory": memory, "codegen": codegen, "masks": masks})
+    if lean not in (True, False, "layers"):
+        raise InvalidInput("lean", repr(lean), 'True, False or "layers"', "give one of these")
     if isinstance(model, nn.Module):
-        return CompiledModel(model, options, _checked(model, regions), dynamic)
+        return CompiledModel(model, options, _checked(model, regions), dynamic, lean)
     if not callable(model):
         raise InvalidInput("model", repr(model), "a module or a function", "pass what is called")
     if regions not in ("auto", ()):
@@ -62,7 +71,8 @@ def _checked(model: nn.Module, regions: Any) -> tuple[str, ...] | None:
 class CompiledFunction:
     def __init__(self, function: Callable[..., Any], options: Options, dynamic: bool | None):
         self.backend = EchoBackend(options, part=getattr(function, "__name__", "function"))
-        self._run = torch.compile(function, backend=self.backend, dynamic=dynamic)
+        compiled = torch.compile(alone(function), backend=self.backend, dynamic=dynamic)
+        self._run = without_lean_functions(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _with_plain_errors(self._run, args, kwargs)
@@ -81,12 +91,15 @@ class CompiledModel(nn.Module):
         options: Options,
         regions: tuple[str, ...] | None,
         dynamic: bool | None,
+        lean: bool | str = True,
     ) -> None:
         super().__init__()
         self._modules["_orig_mod"] = model
         self.__dict__["training"] = model.training
-        self.__dict__["_asked"] = (options, regions, dynamic)
-        self.__dict__["_regions"] = Regions(model, options, regions, dynamic)
+        # a model that holds this one loads what `state_dict` has saved: names without ours
+        self._register_load_state_dict_pre_hook(_with_our_name)
+        self.__dict__["_asked"] = (options, regions, dynamic, lean)
+        self.__dict__["_regions"] = Regions(model, options, regions, dynamic, lean)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _with_plain_errors(self._regions, args, kwargs)
@@ -105,7 +118,9 @@ class CompiledModel(nn.Module):
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
+        if name == "training":
+            self.__dict__[name] = self._orig_mod.training = value
+        elif name in self.__dict__:
             self.__dict__[name] = value
         else:
             setattr(self._orig_mod, name, value)
@@ -124,6 +139,27 @@ class CompiledModel(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod.load_state_dict(*args, **kwargs)
 
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self._orig_mod.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        self._orig_mod.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        self._orig_mod.add_module(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._orig_mod)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._orig_mod[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._orig_mod)
+
+    def __bool__(self) -> bool:
+        return True
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod.named_parameters(*args, **kwargs)
 
@@ -135,6 +171,13 @@ class CompiledModel(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._orig_mod, *self._asked)
+
+
+def _with_our_name(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Names of the model's values as those of the part that it is here."""
+    ours = f"{prefix}_orig_mod."
+    for name in [n for n in state if n.startswith(prefix) and not n.startswith(ours)]:
+        state[ours + name.removeprefix(prefix)] = state.pop(name)
 
 
 def _with_plain_errors(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

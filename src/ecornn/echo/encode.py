@@ -31,6 +31,12 @@ def mask_of(bits: Tensor, shape: torch.Size) -> Tensor:
     return flat[: shape.numel()].view(shape)
 
 
+def there_and_back(mask: FakeTensor) -> fx.GraphModule:
+    """The operators that pack a mask and unpack it."""
+    with mask.fake_mode, torch.no_grad():
+        return make_fx(lambda given: mask_of(bits_of(given), mask.shape))(mask)
+
+
 def _powers(like: Tensor) -> Tensor:
     eight = torch.arange(8, dtype=torch.uint8, device=like.device)
     return torch.bitwise_left_shift(torch.ones_like(eight), eight)
@@ -59,6 +65,7 @@ def masks_as_bits(modules: Modules, own_outputs: int) -> Modules:
         with backward.graph.inserting_after(there):
             arrives = backward.graph.placeholder(f"{there.name}_bits")
         arrives.meta["val"] = packed.meta["val"]
+        packed._rename(arrives.name)  # what is handed over is known by its name
         first = min(there.users, key=order.__getitem__)
         with backward.graph.inserting_before(first):
             unpacked = _inserted(backward.graph, partial(mask_of, shape=shape), arrives)

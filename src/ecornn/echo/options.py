@@ -10,6 +10,7 @@ from typing import Any
 from ecornn.errors import InvalidInput
 
 CODEGENS = ("inductor", "eager")
+MASKS = ("bytes", "bits")
 UNITS = {"B": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("KMGT", 1)
@@ -47,17 +48,21 @@ class Options:
     memory: Memory = AUTO
     #: None: "inductor" on CUDA where Triton is installed, "eager" elsewhere.
     codegen: str | None = None
+    #: "bits": kept booleans eight to a byte, with code generation "eager".
+    masks: str = "bytes"
 
 
 def read_options(given: Mapping[str, Any] | None) -> Options:
     """From what `torch.compile(..., options=...)` was given."""
     given = dict(given or {})
     memory, codegen = given.pop("memory", "auto"), given.pop("codegen", None)
+    masks = given.pop("masks", "bytes")
     if given:
         unknown = ", ".join(sorted(map(repr, given)))
-        raise InvalidInput(
-            "options", f"{unknown}", "'memory' and 'codegen'", "remove or correct what is unknown"
-        )
+        known = "'memory', 'codegen' and 'masks'"
+        raise InvalidInput("options", unknown, known, "remove or correct what is unknown")
+    if masks not in MASKS:
+        raise InvalidInput("masks", repr(masks), "'bytes' or 'bits'", "give one of these")
     if codegen not in (None, *CODEGENS):
         raise InvalidInput(
             "codegen",
@@ -66,7 +71,7 @@ def read_options(given: Mapping[str, Any] | None) -> Options:
             "leave it out to let Echo"
             " take 'inductor' on CUDA where Triton is installed and 'eager' elsewhere",
         )
-    return Options(read_memory(memory), codegen)
+    return Options(read_memory(memory), codegen, masks)
 
 
 def read_memory(given: Any) -> Memory:

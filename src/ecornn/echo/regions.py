@@ -8,17 +8,23 @@ one call keeps is there as many times when the backward passes begin.
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ecornn.echo.backend import EchoBackend
+from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
+from ecornn.echo.lean.needs import missing
 from ecornn.echo.options import Options
 from ecornn.echo.report import GraphReport
 from ecornn.errors import InvalidInput
@@ -48,14 +54,20 @@ class Regions:
         options: Options,
         given: tuple[str, ...] | None,
         dynamic: bool | None,
+        lean: bool | str = True,
     ) -> None:
         self.model, self.options, self.dynamic = model, options, dynamic
+        self.lean = lean if missing() is None else False
         self.calls: dict[str, int] | None = None if given is None else dict.fromkeys(given, 0)
         self.given = given is not None
         self.why_wet: str | None = None
+        self.replaced = Replaced()
         self._backends: dict[str, EchoBackend] = {}
-        self._compiled: dict[str, Callable[..., Any]] = {}
-        self._made_of: dict[str, Callable[..., Any]] = {}
+        #: By path: the `forward` that it was made of, and what was made of it.
+        self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._lock = RLock()
+        self._inside = 0
+        self._before: list[tuple[nn.Module, Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.calls is None or any(count == 0 for count in self.calls.values()):
@@ -66,7 +78,18 @@ class Regions:
         if not self.calls:
             return self._of("", self.model, 1)(*args, **kwargs)
         with self._in_place():
+            return self._called(args, kwargs)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        if not self.lean:
             return self.model(*args, **kwargs)
+        rerun = self.lean == "layers" or self.options.memory.kind == "min"
+        functions = LeanFunctions(self.replaced, rerun_layers=rerun)
+        try:
+            with functions:
+                return self.model(*args, **kwargs)
+        finally:
+            functions.end_of_call()
 
     def _settle(self, counts: dict[str, int]) -> None:
         if self.calls is None:
@@ -80,19 +103,17 @@ class Regions:
             self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
 
     def _counted_dry(self, args: Any, kwargs: Any) -> dict[str, int] | None:
-        """Calls of the parts, by a run on fake tensors: it takes no memory and computes nothing.
-        None where the model's course depends on its numbers."""
+        """Calls of the parts, by a run of a copy on fake tensors: it takes no memory, computes
+        nothing and leaves the model as it is. None where the model's course depends on its numbers,
+        or it cannot be copied."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-        def fake(value: Any) -> Any:
-            return mode.from_tensor(value) if isinstance(value, Tensor) else value
-
-        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        state = {name: fake(value.detach()) for name, value in state.items()}
-        args, kwargs = tree_map(fake, (args, kwargs))
+        self.why_wet = None
         try:
-            with _counted(self.model) as counts, mode, torch.no_grad():
-                torch.func.functional_call(self.model, state, args, kwargs)
+            with draws_kept():
+                twin = without_numbers(self.model, mode)
+                args, kwargs = tree_map(lambda value: _fake(value, mode), (args, kwargs))
+                with _counted(twin) as counts, mode, torch.no_grad():
+                    twin(*args, **kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
@@ -107,32 +128,53 @@ class Regions:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """The regions' `forward` is the compiled one for the time of a call."""
+        """The regions' `forward` is the compiled one for the time of a call, or of several at once
+        in threads."""
         assert self.calls is not None
-        replaced: list[tuple[nn.Module, Any]] = []
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._exchange(self.calls)
         try:
-            for path, count in self.calls.items():
-                part = self.model.get_submodule(path)
-                compiled = self._of(path, part, count)
-                replaced.append((part, part.__dict__.get("forward")))
-                part.__dict__["forward"] = compiled
             yield
         finally:
-            for part, before in replaced:
-                if before is None:
-                    del part.__dict__["forward"]
-                else:
-                    part.__dict__["forward"] = before
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._exchange_back()
+
+    def _exchange(self, calls: dict[str, int]) -> None:
+        try:
+            for path, count in calls.items():
+                part = self.model.get_submodule(path)
+                compiled = self._of(path, part, count)
+                self._before.append((part, part.__dict__.get("forward")))
+                part.__dict__["forward"] = compiled
+        except BaseException:
+            self._inside -= 1
+            self._exchange_back()
+            raise
+
+    def _exchange_back(self) -> None:
+        while self._before:
+            part, before = self._before.pop()
+            if before is None:
+                part.__dict__.pop("forward", None)
+            else:
+                part.__dict__["forward"] = before
 
     def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
-        inside = path in self._compiled and part.__dict__.get("forward") is self._compiled[path]
-        if not inside and self._made_of.get(path) != part.forward:  # another part, or forward
-            self._made_of[path] = part.forward
+        """A part that took another's place, or has another `forward`, is compiled anew."""
+        known = self._compiled.get(path)
+        inside = known is not None and part.__dict__.get("forward") is known[1]
+        if known is None or (not inside and known[0] != part.forward):
             backend = EchoBackend(self.options, calls=calls, part=path or type(part).__name__)
             self._backends[path] = backend
-            run: Any = _alone(part.forward) if path else part
-            self._compiled[path] = torch.compile(run, backend=backend, dynamic=self.dynamic)
-        return self._compiled[path]
+            run = alone(part.forward if path else part)
+            compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
+            known = part.forward, without_lean_functions(compiled)
+            self._compiled[path] = known
+        return known[1]
 
     def graphs(self) -> list[GraphReport]:
         return [told for backend in self._backends.values() for told in backend.report.graphs]
@@ -149,10 +191,12 @@ class Regions:
         found = [f"called in one forward pass, {how}, each compiled once: {parts}"]
         if self.why_wet is not None:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
-        return [*found, "the rest of the model runs as it is written"]
+        unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
+        rest = self.replaced.told() if self.lean else [unlean]
+        return [*found, "the rest of the model runs as it is written", *rest]
 
 
-def _alone(forward: Callable[..., Any]) -> Callable[..., Any]:
+def alone(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A function of its own around a part's `forward`, code object included: torch keeps what it
     compiles by code object, a few for each, and parts of one class would push each other out."""
 
@@ -161,6 +205,34 @@ def _alone(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     code = run.__code__.replace(co_name="region")
     return FunctionType(code, run.__globals__, "region", None, run.__closure__)
+
+
+def _fake(value: Any, mode: FakeTensorMode) -> Any:
+    return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+
+def without_numbers(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy whose weights and buffers have no numbers, and that calls nobody's hooks: what it
+    keeps, counts or appends to, it does for itself."""
+    tensors = (*model.parameters(), *model.buffers())
+    memo: dict[int, Any] = {id(tensor): _fake(tensor, mode) for tensor in tensors}
+    twin: nn.Module = copy.deepcopy(model, memo)
+    for part in twin.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return twin
+
+
+@contextmanager
+def draws_kept() -> Iterator[None]:
+    """Python's and NumPy's generators stand afterwards where they stood; torch's do not move in a
+    run without numbers."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""Cross entropy that keeps its scores instead of their log-softmax, and works on some rows at once.
+
+torch holds three times the scores at the peak of the backward pass: the log-softmax, the gradient
+of it and that of the scores. Here it is the scores and their gradient; or one of both, where
+nothing else refers to the scores: then their gradient takes their place. The operators, and the
+order in which they add, are torch's own, so that every bit is the same.
+
+Shape suffixes: N rows, V classes, R rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ecornn.echo.lean.alone import Loan
+
+aten = torch.ops.aten
+
+NONE = 0
+REDUCTIONS = {"none": NONE, "mean": 1, "sum": 2}
+#: Scores of fewer bytes are left to torch: there is little to save.
+FEWEST_BYTES = 16 * 2**20
+#: Bytes of scores worked on at once. A large GPU reads and writes as many in about the time that a
+#: kernel takes to launch: smaller chunks would cost time.
+CHUNK_BYTES = 16 * 2**20
+#: Chunks begin at multiples of so many rows. torch's kernels for CUDA add the entries of a row in
+#: an order that depends on where in 16 bytes it begins: this way it begins where it does for torch.
+ROWS_ALIGNED = 16
+#: The targets that torch ignores by default.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of `torch.nn.functional.cross_entropy`."""
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = None
+    ignore_index: int = IGNORED
+    reduce: bool | None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    def refusal(self) -> str | None:
+        """Why the call is left to torch; None if it can be served."""
+        scores, target = self.input, self.target
+        if type(scores) is not Tensor or type(target) is not Tensor:
+            return "not plain tensors"
+        if scores.dim() != 2 or scores.shape[:1] != target.shape:
+            return "other shapes than (N, V) and (N)"
+        if target.dtype is not torch.int64 or target.device != scores.device:
+            return "the targets are not indices of classes on the same device"
+        if self.weight is not None or self.label_smoothing != 0.0:
+            return "weights of classes, or smoothed labels"
+        if self.size_average is not None or self.reduce is not None:
+            return "arguments that torch gave up"
+        if self.reduction not in REDUCTIONS:
+            return "an unknown reduction"
+        if not scores.dtype.is_floating_point:
+            return "no real numbers"
+        if not (scores.requires_grad and torch.is_grad_enabled()):
+            return "no gradient is asked for"
+        if torch.is_autocast_enabled(scores.device.type) and scores.itemsize < 4:
+            return "autocast chooses another precision"
+        return "few scores" if scores.nbytes < FEWEST_BYTES else None
+
+    def carry_out(self, loan: Loan) -> Tensor:
+        found: Tensor = _CrossEntropy.apply(
+            self.input, self.target, self.ignore_index, REDUCTIONS[self.reduction], loan
+        )
+        return found
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores_NV: Tensor,
+        target_N: Tensor,
+        ignore_index: int,
+        reduction: int,
+        loan: Loan,
+    ) -> Tensor:
+        chunks = []
+        for rows in _chunks(scores_NV):
+            log_RV = aten._log_softmax(scores_NV[rows], 1, False)
+            given = (log_RV, target_N[rows], None, NONE, ignore_index)
+            chunks.append(aten.nll_loss_forward(*given)[0])
+        loss, total = torch.cat(chunks), scores_NV.new_zeros(())
+        if reduction != NONE:
+            # As the log-softmax of a single class: torch adds them in the same order.
+            picked_N1 = loss.neg_().unsqueeze(1)
+            single_N = (target_N == ignore_index) * IGNORED
+            loss, total = aten.nll_loss_forward(picked_N1, single_N, None, reduction, IGNORED)
+        ctx.save_for_backward(scores_NV, target_N, total)
+        ctx.asked, ctx.loan = (reduction, ignore_index), loan
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scores_NV, target_N, total = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative: torch's operators have one
+            found = _gradient(scores_NV, target_N, total, grad, *ctx.asked)
+            return found, None, None, None, None
+        if not torch.compiler.is_compiling() and ctx.loan.is_over(scores_NV):
+            found = scores_NV.detach()
+        else:
+            found = torch.empty_like(scores_NV, memory_format=torch.contiguous_format)
+        for rows in _chunks(scores_NV):
+            of_rows = grad[rows] if grad.dim() else grad
+            given = (scores_NV[rows], target_N[rows], total, of_rows, *ctx.asked)
+            _gradient(*given, out=found[rows])
+        return found, None, None, None, None
+
+
+def _gradient(
+    scores_RV: Tensor,
+    target_R: Tensor,
+    total: Tensor,
+    grad: Tensor,
+    reduction: int,
+    ignore_index: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    log_RV = aten._log_softmax(scores_RV, 1, False)
+    of_log_RV = aten.nll_loss_backward(grad, log_RV, target_R, None, reduction, ignore_index, total)
+    given = (of_log_RV, log_RV, 1, scores_RV.dtype)
+    if out is not None:
+        return aten._log_softmax_backward_data.out(*given, out=out)  # type: ignore[no-any-return]
+    return aten._log_softmax_backward_data(*given)  # type: ignore[no-any-return]
+
+
+def _chunks(scores_NV: Tensor) -> Iterator[slice]:
+    rows, classes = scores_NV.shape
+    fit = CHUNK_BYTES // (classes * scores_NV.itemsize)
+    step = max(fit // ROWS_ALIGNED, 1) * ROWS_ALIGNED
+    return (slice(start, start + step) for start in range(0, rows, step))
