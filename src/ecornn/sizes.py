@@ -1,8 +1,10 @@
-"""Amounts of memory as people write them."""
+"""Bytes as people write them: "24GiB"."""
 
 from __future__ import annotations
 
 import re
+
+from ecornn.errors import InvalidInput
 
 UNITS = {"B": 1} | {
     prefix + suffix: base**power
@@ -12,12 +14,12 @@ UNITS = {"B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
-def read_size(text: str) -> int | None:
-    """Bytes of a text such as "6GiB", or None if it is not one."""
+def read_size(argument: str, text: str, expected: str) -> int:
+    """The bytes that `text` says; `argument` and `expected` are for the error."""
     found = _SIZE.fullmatch(text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     if found is None or found[2].lower() not in units:
-        return None
+        raise InvalidInput(argument, repr(text), expected, f"units are {', '.join(UNITS)}")
     return int(float(found[1]) * units[found[2].lower()])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ecornn.errors import InvalidInput
-from ecornn.sizes import UNITS, read_size, size_text
+from ecornn.sizes import read_size, size_text
 
 CODEGENS = ("inductor", "eager")
 _MEMORY = '"auto", "min", a size such as "6GiB", bytes as an integer, or a fraction in (0, 1]'
@@ -84,9 +84,7 @@ def read_memory(given: Any) -> Memory:
 
 
 def _bytes_of(text: str) -> int:
-    amount = read_size(text)
-    if amount is None:
-        raise InvalidInput("memory", repr(text), _MEMORY, f"units are {', '.join(UNITS)}")
+    amount = read_size("memory", text, _MEMORY)
     if amount <= 0:
         raise InvalidInput("memory", repr(text), "more than 0", 'or ask for "min"')
     return amount

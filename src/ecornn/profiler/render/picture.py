@@ -50,7 +50,9 @@ def draw(report: MemoryReport, path: Path) -> None:
         factor, unit = _unit(report.peak_bytes)
         kinds = _draw_timeline(above, report, factor, unit)
         _draw_modules(below, report, factor, unit)
-        figure.legend(*zip(*kinds, strict=True), loc="outside upper center", ncols=5, frameon=False)
+        if kinds:
+            handles, names = zip(*kinds, strict=True)
+            figure.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
         suffix = path.suffix.lower()
         figure.savefig(path, format=suffix[1:], metadata=METADATA[suffix])
 
