@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 from ecornn.profiler.model import TENSORS, Held, MemoryReport, Row, Timeline, largest_first, rows_of
 
@@ -52,12 +53,13 @@ def random_report(
                 f"kept for {draw.choice(names)}",
             )
         )
-    columns = {kind: [0] * operators for kind in TENSORS}
-    rounding = [0] * operators
+    changes = {kind: [0] * (operators + 1) for kind in (*TENSORS, "rounding")}
     for one in held:
-        for time in range(one.born, operators if one.freed is None else one.freed):
-            columns[one.kind][time] += one.bytes
-            rounding[time] += one.allocated_bytes - one.bytes
+        for kind, size in ((one.kind, one.bytes), ("rounding", one.allocated_bytes - one.bytes)):
+            changes[kind][one.born] += size
+            changes[kind][operators if one.freed is None else one.freed] -= size
+    columns = {kind: list(accumulate(column[:-1])) for kind, column in changes.items()}
+    rounding = columns.pop("rounding")
     if allocator:
         columns["rounding"] = rounding
         # A difference: negative where tensors lie in memory that the allocator does not count.

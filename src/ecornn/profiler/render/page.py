@@ -19,7 +19,7 @@ from ecornn.profiler.render.kinds import COLOURS, module_text, shown
 from ecornn.profiler.render.storages import COLUMNS, lines_of_storages
 from ecornn.profiler.render.text import head
 from ecornn.profiler.render.timeline import points_of
-from ecornn.profiler.render.tree import Node, tree_of
+from ecornn.profiler.render.tree import Node, joined, tree_of
 from ecornn.sizes import size_text
 
 ABOUT_STORAGES = (
@@ -102,12 +102,12 @@ def table(
         f'<th data-name="{name}"{" class=n" if i in numbers else ""} scope=col>{html.escape(title)}'
         for i, (name, title) in enumerate(columns.items())
     )
-    body = "\n".join(f"<tr>{''.join(map(cell, row))}" for row in rows)
+    body = "".join(f"<tr>{''.join(map(cell, row))}" for row in rows)
     foot = "".join(f"<tr>{''.join(map(cell, row))}" for row in sums)
     name = f' id="{id}"' if id else ""
     return (
         f'<div class="scroll"><table{name} class="sortable"><thead><tr>{heads}</thead>'
-        f"<tbody>\n{body}\n</tbody><tfoot>{foot}</tfoot></table></div>"
+        f"<tbody>{body}</tbody><tfoot>{foot}</tfoot></table></div>"
     )
 
 
@@ -140,8 +140,9 @@ def key(kinds: Sequence[str]) -> str:
 
 def _node(node: Node, kinds: Sequence[str]) -> list[Any]:
     """Name, own bytes by kind, and the modules inside: what the script's treemap reads."""
+    name, node = joined(node)
     own = [node.own.get(kind, 0) for kind in kinds]
-    return [shown(node.name), own, [_node(part, kinds) for part in node.inside.values()]]
+    return [shown(name), own, [_node(part, kinds) for part in node.inside.values()]]
 
 
 def _rows_table(report: MemoryReport) -> str:

@@ -80,7 +80,7 @@ def _walk(node: Node, depth: int, deepest: int | None, smallest: int | None) -> 
     own = [Line("", depth, dict(node.own), False)] if node.own else []
     blocks: list[tuple[int, list[Line]]] = [(line.bytes, [line]) for line in own]
     for part in large:
-        name, part = _joined(part)
+        name, part = joined(part)
         if not part.inside or (deepest is not None and depth + 1 >= deepest):
             block = [Line(name, depth, part.by_kind(), False)]
         else:
@@ -100,10 +100,10 @@ def _walk(node: Node, depth: int, deepest: int | None, smallest: int | None) -> 
         yield Line(f"… {len(rest)} smaller", depth, together, False)
 
 
-def _joined(node: Node) -> tuple[str, Node]:
+def joined(node: Node) -> tuple[str, Node]:
     """A module that only holds one other shares its line: "model.encoder"."""
     name = node.name
     while not node.own and len(node.inside) == 1:
         (node,) = node.inside.values()
-        name = f"{name}.{node.name}"
+        name = f"{name}.{node.name}" if name else node.name
     return name, node
