@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ecornn.errors import InvalidInput
+from ecornn.errors import EcornnError, InvalidInput
 
 FORM = "package.module:function, such as train:make_step"
 
@@ -68,3 +72,111 @@ def accepted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered
     return {name: value for name, value in offered.items() if name in parameters}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that can be called, and what it trains."""
+
+    step: Callable[[], Any]
+    model: Any
+    optimizer: Any = None
+
+
+def prepare(make: Callable[..., Any], device: str, **sizes: int) -> Prepared:
+    """What the function makes on the device, by its argument or as torch's default device.
+
+    It returns the step, its model and, if it has them, one or several optimizers; or one object
+    that is called to take a step, with `model` and `optimizer` as attributes.
+    """
+    import torch
+
+    name = f"{getattr(make, '__name__', 'the function')}()"
+    with users_code(name, device), torch.device(device):
+        made = make(**accepted(make, device=device, **sizes))
+    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]):
+        prepared = Prepared(*made)
+    elif callable(made) and hasattr(made, "model"):
+        prepared = Prepared(made, made.model, getattr(made, "optimizer", None))
+    else:
+        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise InvalidInput(
+            "TARGET",
+            f"{what} from {name}",
+            "(step, model) or (step, model, optimizer)",
+            "return the function that takes one training step, and the model it trains",
+        )
+    if not isinstance(prepared.model, torch.nn.Module):
+        raise InvalidInput(
+            "TARGET",
+            f"a model of type {type(prepared.model).__name__}",
+            "a torch.nn.Module",
+            "return (step, model, optimizer) in this order",
+        )
+
+    def step() -> Any:
+        with users_code("the step", device), torch.device(device):
+            return prepared.step()
+
+    return Prepared(step, prepared.model, prepared.optimizer)
+
+
+def read_device(given: str) -> str:
+    """The device to run on; "auto" is the GPU where there is one."""
+    import torch
+
+    if given == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|meta|cuda(:\d+)?", given):
+        raise InvalidInput("--device", repr(given), "auto, cpu, cuda, cuda:1 … or meta", "name one")
+    number = int(given.partition(":")[2] or 0)
+    if given.startswith("cuda") and torch.cuda.device_count() <= number:
+        raise InvalidInput(
+            "--device",
+            given,
+            f"one of {torch.cuda.device_count()} CUDA devices",
+            "take --device meta, which needs no memory, or cpu",
+        )
+    return given
+
+
+class Raised(EcornnError, RuntimeError):
+    """The user's own code raised: what did, as Python shows it, and what can be done."""
+
+    def __init__(self, what: str, device: str, error: Exception) -> None:
+        self.error = error
+        hint = _hint(device, error)
+        super().__init__(f"{_trace(error)}\n{what} raised {type(error).__name__}; {hint}")
+
+
+@contextmanager
+def users_code(what: str, device: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise Raised(what, device, error) from error
+
+
+def _hint(device: str, error: Exception) -> str:
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return "try --device meta, which needs no memory, or a smaller --batch"
+    if device == "meta":
+        return (
+            "meta tensors have no values, so that code which reads them (item(), tolist(), if x > 0)"
+            " fails: try --device cpu if it works there"
+        )
+    return f"correct it so that it runs by itself on {device}"
+
+
+def _trace(error: Exception) -> str:
+    """From the first frame that is the user's."""
+    frame = error.__traceback__
+    while frame is not None and _is_ours(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+
+
+def _is_ours(file: str) -> bool:
+    return file == __file__ or Path(file).name == "contextlib.py"
