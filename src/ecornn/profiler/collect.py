@@ -1,0 +1,163 @@
+"""One step, observed operator by operator.
+
+`Collector` is a dispatch mode for the operators, and owns what else looks on: hooks on modules for
+the path, on parameters and optimizers for roles, autograd's graph for what is kept. All of it is
+there between `start` and `stop` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ecornn.profiler.allocator import Allocator
+from ecornn.profiler.kept import Graph, next_number, running_node
+from ecornn.profiler.places import Calls, Line, Lines
+from ecornn.profiler.roles import Roles
+from ecornn.profiler.storages import Ledger
+
+
+class Origin(NamedTuple):
+    """Who made a node of autograd's graph."""
+
+    module: str
+    operator: str
+    line: Line | None
+
+
+class Operator(NamedTuple):
+    name: str
+    #: Makes nothing but another look at what it is given: takes no time in the report.
+    only_views: bool
+
+
+class Collector(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as it does without us; else torch would run its source instead."""
+        return True
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.ledger = Ledger(device)
+        self.graph = Graph(self._kept)
+        #: At each time from 1: operator, module, phase.
+        self.times: list[tuple[str, str, str]] = []
+        self.saw_backward = False
+        self.saw_compiled = False
+        self._lines = Lines()
+        self._operators: dict[Any, Operator] = {}
+        self._origins: dict[int, Origin] = {}
+        self._roles = Roles(self.ledger, model, optimizers)
+        self._calls = Calls(model, self._roles.inputs)
+        #: None also where tensors on a GPU are only simulated.
+        self.allocator = Allocator(device) if device.type == "cuda" and not is_fake(model) else None
+
+    def start(self) -> None:
+        self.__enter__()
+
+    def stop(self, *, failed: bool) -> None:
+        """Leave nothing behind, whatever state the step was left in."""
+        try:
+            self.__exit__(None, None, None)
+            if failed or not self.saw_backward:
+                self.graph.visit_what_is_alive()
+            self._roles.close()
+            if self.allocator is not None:
+                self.allocator.read(self.ledger.clock)
+        finally:
+            self._calls.close()
+            self._roles.unhook()
+            self.ledger.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        operator = self._operators.get(func) or self._describe(func)
+        origin, phase = self._place(operator)
+        kwargs = kwargs or {}
+        if operator.only_views:
+            return func(*args, **kwargs)
+        ledger = self.ledger
+        for tensor in _tensors(args):
+            ledger.given(tensor)
+        for tensor in _tensors(kwargs.values()) if kwargs else ():
+            ledger.given(tensor)
+        ledger.clock += 1
+        self.times.append((operator.name, origin.module, phase))
+        result = func(*args, **kwargs)
+        new = False
+        for tensor in (result,) if isinstance(result, Tensor) else _tensors((result,)):
+            new |= ledger.made(tensor, origin.module, operator.name, origin.line)
+        if new and self.allocator is not None:
+            self.allocator.read(ledger.clock)
+        return result
+
+    def _describe(self, func: Any) -> Operator:
+        packet = getattr(func, "overloadpacket", func)
+        operator = Operator(str(packet), bool(getattr(func, "is_view", False)))
+        self._operators[func] = operator
+        return operator
+
+    def _place(self, operator: Operator) -> tuple[Origin, str]:
+        """Whose operator it is. In the backward pass: of what it differentiates."""
+        node = running_node()
+        calls = self._calls
+        # With gradients on, a module's call in the backward pass is a forward pass made again.
+        if node is not None and not (calls and torch.is_grad_enabled()):
+            self.saw_backward = True
+            number = node._sequence_nr()
+            if not self.graph.visited(number):
+                self.graph.visit([node])
+            found = self._origins.get(number)
+            return found or Origin(calls.path, operator.name, None), "backward"
+        origin = Origin(calls.path, operator.name, self._lines.here())
+        # The first operator with a number is the node's own; later ones made no node.
+        self._origins.setdefault(next_number() - 1, origin)
+        if node is not None:
+            return origin, "backward"
+        return origin, "optimizer" if self._roles.stepping and not calls else "forward"
+
+    def _kept(self, node: Any, tensor: Tensor) -> None:
+        """`tensor` is kept for the backward pass of `node`."""
+        origin = self._origins.get(node._sequence_nr())
+        name = str(node.name())
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            operator = name.removesuffix("Backward")
+            if "CompiledFunction" in name:
+                operator, self.saw_compiled = "compiled code", True
+        else:
+            operator = origin.operator if origin is not None else name
+        module = origin.module if origin is not None else ""
+        text = f"{module}: {operator}" if module else operator
+        line = origin.line if origin is not None else None
+        self.ledger.made(tensor, module, operator, line)  # unknown: made past the dispatcher
+        for record in self.ledger.records_of(tensor):
+            if text not in record.kept_by:
+                record.kept_by.append(text)
+
+
+def is_fake(model: nn.Module) -> bool:
+    return any(isinstance(one, FakeTensor) for one in (*model.parameters(), *model.buffers()))
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found
