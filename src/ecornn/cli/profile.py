@@ -121,24 +121,26 @@ def observe(
     was done up to there."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from ecornn.cli.target import Raised, load, prepare, read_device
+    from ecornn.cli.target import Raised, load, prepare, read_device, users_code
     from ecornn.profiler import profile
 
     where = read_device(device)
-    make = load(target)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        make = load(target)
+        with bars as progress:
             bar = progress.add_task(f"making the model on {where}")
             prepared = prepare(make, where, **sizes)
-            for number in range(warm_up):
-                progress.update(bar, description=f"warm-up step {number + 1} of {warm_up}")
-                prepared.step()
-            progress.update(bar, description="observing one step")
-            return profile(prepared.step, prepared.model, prepared.optimizer)
+            with users_code("the step", where):
+                for number in range(warm_up):
+                    progress.update(bar, description=f"warm-up step {number + 1} of {warm_up}")
+                    prepared.step()
+                progress.update(bar, description="observing one step")
+                return profile(prepared.step, prepared.model, prepared.optimizer)
     except Raised as raised:
-        typer.echo(f"error: {raised}", err=True)
-        report: MemoryReport | None = getattr(raised, "memory_report", None)
+        typer.echo(str(raised), err=True)
+        report: MemoryReport | None = getattr(raised.error, "memory_report", None)
         if report is None:
             raise typer.Exit(EXIT_FAILED) from None
         return report

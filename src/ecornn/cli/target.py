@@ -15,10 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import GeneratorType
 from typing import Any
 
 from ecornn.errors import EcornnError, InvalidInput
 
+#: Folders whose frames come before the user's own in what their code raised.
+OURS = (Path(__file__).parent, Path(__file__).parent.parent / "profiler")
 FORM = "package.module:function, such as train:make_step"
 
 
@@ -31,8 +34,12 @@ def load(target: str) -> Callable[..., Any]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+        with users_code(f"importing {module_name}", "any device"):
+            found: Any = importlib.import_module(module_name)
+    except Raised as raised:
+        error = raised.error
+        if not isinstance(error, ModuleNotFoundError):
+            raise
         missing = error.name or ""
         if missing != module_name and not module_name.startswith(missing + "."):
             raise InvalidInput(
@@ -114,9 +121,12 @@ def prepare(make: Callable[..., Any], device: str, **sizes: int) -> Prepared:
             "return (step, model, optimizer) in this order",
         )
 
-    def step() -> Any:
-        with users_code("the step", device), torch.device(device):
-            return prepared.step()
+    def step() -> None:
+        with torch.device(device):
+            result = prepared.step()
+            if isinstance(result, GeneratorType):
+                for _ in result:
+                    pass
 
     return Prepared(step, prepared.model, prepared.optimizer)
 
@@ -134,7 +144,7 @@ def read_device(given: str) -> str:
         raise InvalidInput(
             "--device",
             given,
-            f"one of {torch.cuda.device_count()} CUDA devices",
+            f"a CUDA device that is there (found: {torch.cuda.device_count()})",
             "take --device meta, which needs no memory, or cpu",
         )
     return given
@@ -146,7 +156,7 @@ class Raised(EcornnError, RuntimeError):
     def __init__(self, what: str, device: str, error: Exception) -> None:
         self.error = error
         hint = _hint(device, error)
-        super().__init__(f"{_trace(error)}\n{what} raised {type(error).__name__}; {hint}")
+        super().__init__(f"{_trace(error)}\nerror: {what} raised {type(error).__name__}; {hint}")
 
 
 @contextmanager
@@ -164,8 +174,8 @@ def _hint(device: str, error: Exception) -> str:
         return "try --device meta, which needs no memory, or a smaller --batch"
     if device == "meta":
         return (
-            "meta tensors have no values, so that code which reads them (item(), tolist(), if x > 0)"
-            " fails: try --device cpu if it works there"
+            "meta tensors have no values, and code that reads them (item(), tolist(), if x > 0) "
+            "fails: try --device cpu if it works there"
         )
     return f"correct it so that it runs by itself on {device}"
 
@@ -179,4 +189,5 @@ def _trace(error: Exception) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    return file == __file__ or Path(file).name == "contextlib.py"
+    path = Path(file)
+    return path.parent in OURS or path.name == "contextlib.py" or "importlib" in file
