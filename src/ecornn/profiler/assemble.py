@@ -17,7 +17,7 @@ from ecornn.profiler.storages import Record
 
 def assemble(collector: Collector, error: BaseException | None) -> MemoryReport:
     device = collector.ledger.device
-    in_blocks = device.type == "cuda"
+    in_blocks = _in_blocks(device)
     records = sorted(collector.ledger.records, key=lambda record: record.born)
     held = tuple(_held(i, record, in_blocks=in_blocks) for i, record in enumerate(records))
     length = len(collector.times) + 1
@@ -171,3 +171,7 @@ def _notes(collector: Collector) -> list[str]:
 def _environment(device: torch.device) -> dict[str, str]:
     name = platform.machine() if device.type != "cuda" else torch.cuda.get_device_name(device)
     return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _in_blocks(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ecornn.profiler.allocator import Allocator
-from ecornn.profiler.kept import Graph, next_number, running_node
+from ecornn.profiler.kept import Graph, Starts, next_number, running_node
 from ecornn.profiler.places import Calls, Line, Lines
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.storages import Ledger
@@ -60,11 +60,17 @@ class Collector(TorchDispatchMode):
         self._origins: dict[int, Origin] = {}
         self._roles = Roles(self.ledger, model, optimizers)
         self._calls = Calls(model, self._roles.inputs)
+        self._starts: Starts | None = None
         #: None also where tensors on a GPU are only simulated.
         self.allocator = Allocator(device) if device.type == "cuda" and not is_fake(model) else None
 
     def start(self) -> None:
+        self._starts = Starts(self._backward_starts)
         self.__enter__()
+
+    def _backward_starts(self, roots: list[Any]) -> None:
+        self.saw_backward = True
+        self.graph.visit(roots)
 
     def stop(self, *, failed: bool) -> None:
         """Leave nothing behind, whatever state the step was left in."""
@@ -76,6 +82,8 @@ class Collector(TorchDispatchMode):
             if self.allocator is not None:
                 self.allocator.read(self.ledger.clock)
         finally:
+            if self._starts is not None:
+                self._starts.close()
             self._calls.close()
             self._roles.unhook()
             self.ledger.close()
@@ -89,10 +97,12 @@ class Collector(TorchDispatchMode):
         if operator.only_views:
             return func(*args, **kwargs)
         ledger = self.ledger
+        # What was there before and is first read after the forward pass is no input: DDP's buckets.
+        role = "inputs" if phase == "forward" else "other"
         for tensor in _tensors(args):
-            ledger.given(tensor)
+            ledger.given(tensor, role)
         for tensor in _tensors(kwargs.values()) if kwargs else ():
-            ledger.given(tensor)
+            ledger.given(tensor, role)
         ledger.clock += 1
         self.times.append((operator.name, origin.module, phase))
         result = func(*args, **kwargs)
@@ -115,7 +125,6 @@ class Collector(TorchDispatchMode):
         calls = self._calls
         # With gradients on, a module's call in the backward pass is a forward pass made again.
         if node is not None and not (calls and torch.is_grad_enabled()):
-            self.saw_backward = True
             number = node._sequence_nr()
             if not self.graph.visited(number):
                 self.graph.visit([node])

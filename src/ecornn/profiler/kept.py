@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _RAW = "_raw_saved_"
+_ENTRY = "_engine_run_backward"
 
 
 def running_node() -> Any:
@@ -31,10 +32,34 @@ def missing() -> str | None:
     for owner, name in (
         (torch._C, "_current_autograd_node"),
         (torch._C._autograd, "_get_sequence_nr"),
+        (torch.autograd, _ENTRY),
     ):
         if not hasattr(owner, name):
             return f"torch {torch.__version__} has no {name}"
     return None
+
+
+class Starts:
+    """Tells from which results a backward pass starts, just before it does.
+
+    Some nodes (those of compiled code) give up what they saved before their first operator runs,
+    and autograd has no hook for its own start. So the function through which `Tensor.backward` and
+    `torch.autograd` call the engine is replaced meanwhile.
+    """
+
+    def __init__(self, tell: Callable[[list[Any]], None]) -> None:
+        engine: Callable[..., Any] = getattr(torch.autograd, _ENTRY)
+
+        def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            # A root is a tensor, or an edge: a node and the number of its result.
+            tell([getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs])
+            return engine(outputs, *args, **kwargs)
+
+        self._engine = engine
+        setattr(torch.autograd, _ENTRY, run)
+
+    def close(self) -> None:
+        setattr(torch.autograd, _ENTRY, self._engine)
 
 
 class Graph:

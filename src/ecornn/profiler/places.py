@@ -57,6 +57,7 @@ class Calls:
     """The paths of the modules whose forward is running, innermost last.
 
     A module may be called twice, inside itself, or raise: each call takes off what it put on.
+    Inside compiled code the hooks do nothing: what a compiler traces now would stay in its code.
     """
 
     def __init__(self, model: nn.Module, entered: Callable[[Iterable[Any]], None]) -> None:
@@ -76,11 +77,15 @@ class Calls:
 
     def _watch(self, module: nn.Module, path: str) -> None:
         def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                return
             if not self._running:
                 self._entered([*args, *kwargs.values()])
             self._running.append(path)
 
         def after(_module: nn.Module, _given: Any, result: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return None
             self._leave(path)
             # What a generator does, it does in the module that made it.
             return self._resumed(path, result) if isinstance(result, GeneratorType) else None

@@ -16,7 +16,7 @@ from ecornn.profiler.storages import Ledger, parts
 
 OUTSIDE = "a parameter outside of the model"
 #: A storage that has two roles is counted under the first.
-ORDER = ("weights", "optimizer state", "gradients", "inputs", "")
+ORDER = ("weights", "optimizer state", "gradients", "inputs", "other", "")
 
 
 class Roles:
