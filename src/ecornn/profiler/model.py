@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ecornn.errors import InvalidInput
@@ -153,6 +154,28 @@ class MemoryReport:
                 path = row.module if depth is None else ".".join(names[:depth])
                 found[path] = found.get(path, 0) + row.bytes
         return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        from ecornn.profiler.render import as_text
+
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"MemoryReport({self.peak_bytes:,} bytes on {self.device}, {len(self.held)} storages)"
+        )
+
+    def to_html(self) -> str:
+        """A page of its own, without anything from elsewhere."""
+        from ecornn.profiler.render import to_html
+
+        return to_html(self)
+
+    def write(self, path: str | Path) -> None:
+        """To .html, .json, .csv, .trace.json, .png, .svg or .pdf: the suffix says which."""
+        from ecornn.profiler.render import write
+
+        write(self, Path(path))
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)})

@@ -10,6 +10,10 @@ function size(bytes) {
   return power ? (bytes / 1024 ** power).toFixed(2) + " " + units[power] : bytes + " B";
 }
 
+function sum(numbers) {
+  return numbers.reduce((a, b) => a + b, 0);
+}
+
 function draw(parent, tag, attributes, text) {
   const made = document.createElementNS(SVG, tag);
   for (const name in attributes) made.setAttribute(name, attributes[name]);
@@ -23,7 +27,7 @@ function timeline(place, told, { times, values, peak, names, named, marks }, hig
   const width = 1000, height = 280, top = 18;
   if (times.length < 2) return void (told.textContent = "no timeline was recorded");
   const first = times[0], span = times[times.length - 1] - first || 1;
-  const totals = times.map((_, i) => values.reduce((sum, kind) => sum + kind[i], 0));
+  const totals = times.map((_, i) => sum(values.map((kind) => kind[i])));
   // A difference may be negative ("no tensor"): it is told, but has no area.
   const areas = values.map((kind) => kind.map((bytes) => Math.max(0, bytes)));
   const x = (time) => ((time - first) / span) * width;
@@ -32,7 +36,7 @@ function timeline(place, told, { times, values, peak, names, named, marks }, hig
   draw(svg, "title", {}, "memory by kind over the step");
   let below = times.map(() => 0);
   areas.forEach((kind, k) => {
-    const above = below.map((sum, i) => sum + kind[i]);
+    const above = below.map((bytes, i) => bytes + kind[i]);
     let path = "";
     for (let i = 0; i < times.length; i++) {
       path += (i ? "H" + x(times[i]).toFixed(2) : "M0 " + y(below[0]).toFixed(2)) + "V" + y(above[i]).toFixed(2);
@@ -45,7 +49,7 @@ function timeline(place, told, { times, values, peak, names, named, marks }, hig
   });
   for (const [time, name] of marks) {
     draw(svg, "line", { x1: x(time), x2: x(time), y1: 0, y2: height, class: "mark" });
-    draw(svg, "text", { x: x(time) + 4, y: 12 }, name);
+    if (name) draw(svg, "text", { x: x(time) + 4, y: 12 }, name);
   }
   for (const share of [0.5, 1]) {
     const level = y(highest * share);
@@ -53,9 +57,12 @@ function timeline(place, told, { times, values, peak, names, named, marks }, hig
     draw(svg, "text", { x: width - 4, y: level - 4, "text-anchor": "end" }, size(Math.round(highest * share)));
   }
   const cursor = draw(svg, "line", { y1: 0, y2: height, class: "cursor" });
+  const dot = draw(svg, "circle", { r: 4, class: "cursor" });
   const show = (i) => {
     cursor.setAttribute("x1", x(times[i]));
     cursor.setAttribute("x2", x(times[i]));
+    dot.setAttribute("cx", x(times[i]));
+    dot.setAttribute("cy", y(sum(areas.map((kind) => kind[i]))));
     const parts = data.kinds.map((name, k) => [name, values[k][i]]).filter((part) => part[1]);
     parts.sort((a, b) => b[1] - a[1]);
     told.textContent = `${i === peak ? "the peak: " : ""}operator ${times[i]}, ` +
@@ -78,7 +85,7 @@ function timeline(place, told, { times, values, peak, names, named, marks }, hig
 // ---- one level of the tree of modules at a time, in rectangles as square as they can be
 function squares(items, x, y, width, height) {
   const made = [];
-  let left = items.reduce((sum, item) => sum + item.bytes, 0);
+  let left = sum(items.map((item) => item.bytes));
   for (let i = 0; i < items.length; ) {
     const side = Math.min(width, height), scale = (width * height) / left;
     let row = 0, worst = Infinity, end = i;
@@ -102,7 +109,6 @@ function squares(items, x, y, width, height) {
   return made;
 }
 
-const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 const byKind = (node) => node[2].map(byKind).reduce((a, b) => a.map((n, k) => n + b[k]), node[1]);
 
 function treemap(place, trail) {

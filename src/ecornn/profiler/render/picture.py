@@ -52,7 +52,7 @@ def draw(report: MemoryReport, path: Path) -> None:
         _draw_modules(below, report, factor, unit)
         if kinds:
             handles, names = zip(*kinds, strict=True)
-            figure.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
+            figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False)
         suffix = path.suffix.lower()
         figure.savefig(path, format=suffix[1:], metadata=METADATA[suffix])
 
@@ -77,7 +77,9 @@ def _draw_timeline(axes: Any, report: MemoryReport, factor: int, unit: str) -> l
     for time, phase in marks_of(timeline):
         axes.axvline(time, color="black", linewidth=0.6, linestyle=":")
         axes.annotate(phase, (time, 1.01), xycoords=("data", "axes fraction"))
-    axes.axvline(report.peak_time, color="black", linewidth=0.8)
+    if len(timeline):
+        most = sum(column[times.index(report.peak_time)] for column in columns)
+        axes.plot(report.peak_time, most, "o", color="black", markersize=4, fillstyle="none")
     axes.set_xlabel("operator")
     axes.set_ylabel(unit)
     axes.margins(x=0)

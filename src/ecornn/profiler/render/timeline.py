@@ -10,6 +10,8 @@ from ecornn.profiler.render.kinds import shown
 
 #: Of each, the highest and the lowest time are drawn: twice as many points as a page has columns.
 BUCKETS = 800
+#: Of the picture's width: what the name of a pass takes.
+NAME_ROOM = 0.1
 
 
 def times_to_draw(report: MemoryReport, buckets: int = BUCKETS) -> list[int]:
@@ -28,9 +30,15 @@ def times_to_draw(report: MemoryReport, buckets: int = BUCKETS) -> list[int]:
 
 
 def marks_of(timeline: Timeline) -> list[tuple[int, str]]:
-    """Where each pass begins."""
+    """Where each pass begins, and its name where there is room for it before the next."""
     phases = timeline.phase
-    return [(i, phases[i]) for i in range(1, len(phases)) if phases[i] != phases[i - 1]]
+    begins = [i for i in range(1, len(phases)) if phases[i] != phases[i - 1]]
+    ends = [*begins, len(phases)][1:]
+    room = NAME_ROOM * len(phases)
+    return [
+        (begin, phases[begin] if end - begin >= room else "")
+        for begin, end in zip(begins, ends, strict=True)
+    ]
 
 
 def points_of(report: MemoryReport, kinds: Sequence[str]) -> dict[str, Any]:
