@@ -20,7 +20,7 @@ class Emulated(Allocator):
     """Blocks of 512 bytes, a library's buffer, scratch inside some operators, one unsplit block."""
 
     def __init__(self, collector: Collector) -> None:
-        self.collector, self.highest = collector, 0
+        self.collector, self.highest, self.before = collector, 0, 0
         self.readings: list[Reading] = []
         self.read(0)
 
@@ -29,9 +29,10 @@ class Emulated(Allocator):
         alive = [record.bytes for record in ledger.records if record.freed is None]
         current = sum(map(rounded, alive)) + LIBRARY + LARGE_BLOCK
         operator = self.collector.times[time - 1][0] if time else ""
-        self.highest = max(self.highest, current + SCRATCH.get(operator, 0))
+        peak = max(self.before, current + SCRATCH.get(operator, 0))
+        self.highest, self.before = max(self.highest, peak), current
         rounding = current - sum(alive) - LIBRARY
-        self.readings.append(Reading(time, self.highest, current, rounding, 2 * self.highest))
+        self.readings.append(Reading(time, peak, current, rounding, 2 * self.highest))
 
     def driver_bytes(self) -> int:
         return 12345

@@ -1,6 +1,17 @@
-"""Where the memory of a training step goes, for any PyTorch model."""
+"""Where the memory of a training step goes, for any PyTorch model, and what batch fits."""
 
+from ecornn.profiler.fit import Fit, fit
 from ecornn.profiler.model import Held, MemoryReport, Row, Timeline
-from ecornn.profiler.session import Profile, profile
+from ecornn.profiler.session import NotObserved, Profile, profile
 
-__all__ = ["Held", "MemoryReport", "Profile", "Row", "Timeline", "profile"]
+__all__ = [
+    "Fit",
+    "Held",
+    "MemoryReport",
+    "NotObserved",
+    "Profile",
+    "Row",
+    "Timeline",
+    "fit",
+    "profile",
+]

@@ -1,7 +1,7 @@
-"""What CUDA's caching allocator itself counts, read once an operator.
+"""What CUDA's caching allocator itself counts, read after each operator that made something.
 
-Its peak is never reset within the step: when it has grown at an operator, it has grown there, and
-the last such time is the time of the peak, exactly.
+Its peak is reset at each reading. A peak above what was there at the reading before was reached in
+between, by that operator; a lower one only repeats what was there, part of which may be gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 512
 @dataclass(frozen=True)
 class Reading:
     time: int
-    #: At most, since the step began.
+    #: At most, since the reading before.
     peak: int
     current: int
     #: Of `current`, beyond what was asked for: rounding, and blocks too small to be split.
@@ -39,11 +39,11 @@ class Allocator:
         current = allocated["current"]
         reserved = told["reserved_bytes"]["all"]["current"]
         self.readings.append(Reading(time, allocated["peak"], current, current - asked, reserved))
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     @property
     def at_peak(self) -> Reading:
-        highest = self.readings[-1].peak
-        return next(reading for reading in self.readings if reading.peak == highest)
+        return max(self.readings, key=lambda reading: reading.peak)
 
     def driver_bytes(self) -> int:
         """Used on the device by all processes and not reserved by this allocator."""

@@ -110,21 +110,21 @@ def _sums(counts: Iterable[tuple[Held, int]], length: int) -> tuple[int, ...]:
 
 
 def _allocator_columns(allocator: Allocator, totals: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Rounding and memory without a tensor; between two readings, as at the earlier one."""
+    """Rounding and memory without a tensor; where there is no reading, as at the one before."""
     rounding, rest = [0] * len(totals), [0] * len(totals)
-    readings = iter([*allocator.readings, None])
-    reading, following = allocator.readings[0], next(readings)
-    highest = -1
-    for time in range(len(totals)):
-        grown = 0
-        while following is not None and following.time <= time:
-            if following.peak > highest:
-                highest = grown = following.peak
-            reading, following = following, next(readings)
-        rounding[time] = reading.rounding
-        seen = totals[time] + reading.rounding
-        at_end = reading.current - seen if reading.time == time else rest[max(time - 1, 0)]
-        rest[time] = grown - seen if grown else at_end
+    by_time: dict[int, list[tuple[Reading, Reading]]] = {}
+    for before, reading in zip([None, *allocator.readings], allocator.readings, strict=False):
+        by_time.setdefault(reading.time, []).append((before or reading, reading))
+    last, persisting = allocator.readings[0], 0
+    for time, total in enumerate(totals):
+        found = by_time.get(time, [])
+        rest[time] = persisting
+        if found:
+            last = found[-1][1]
+            held = [now.peak if now.peak > before.current else now.current for before, now in found]
+            rest[time] = max(held) - total - last.rounding
+            persisting = last.current - total - last.rounding
+        rounding[time] = last.rounding
     return {"rounding": tuple(rounding), "no tensor": tuple(rest)}
 
 
