@@ -124,7 +124,7 @@ def observe(
     from ecornn.cli.target import Raised, load, prepare, read_device, users_code
     from ecornn.profiler import profile
 
-    where = read_device(device)
+    where = read_device(device, without_gpu="cpu")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     try:
@@ -137,7 +137,7 @@ def observe(
                     progress.update(bar, description=f"warm-up step {number + 1} of {warm_up}")
                     prepared.step()
                 progress.update(bar, description="observing one step")
-                return profile(prepared.step, prepared.model, prepared.optimizer)
+                return profile(prepared.step, prepared.model, prepared.optimizers)
     except Raised as raised:
         typer.echo(str(raised), err=True)
         report: MemoryReport | None = getattr(raised.error, "memory_report", None)

@@ -12,13 +12,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import GeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ecornn.errors import EcornnError, InvalidInput
+
+if TYPE_CHECKING:
+    from ecornn.profiler.steps import Made
 
 #: Folders whose frames come before the user's own in what their code raised.
 OURS = (Path(__file__).parent, Path(__file__).parent.parent / "profiler")
@@ -70,6 +72,10 @@ def load(target: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    return name in accepted(function, **{name: None})
+
+
 def accepted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
     """Those of the arguments on offer that the function names."""
     try:
@@ -81,62 +87,33 @@ def accepted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A step that can be called, and what it trains."""
-
-    step: Callable[[], Any]
-    model: Any
-    optimizer: Any = None
-
-
-def prepare(make: Callable[..., Any], device: str, **sizes: int) -> Prepared:
-    """What the function makes on the device, by its argument or as torch's default device.
-
-    It returns the step, its model and, if it has them, one or several optimizers; or one object
-    that is called to take a step, with `model` and `optimizer` as attributes.
-    """
+def prepare(make: Callable[..., Any], device: str, **sizes: int) -> Made:
+    """What the function makes on the device, by its argument or as torch's default device."""
     import torch
+
+    from ecornn.profiler.steps import Made, read_step
 
     name = f"{getattr(make, '__name__', 'the function')}()"
     with users_code(name, device), torch.device(device):
-        made = make(**accepted(make, device=device, **sizes))
-    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]):
-        prepared = Prepared(*made)
-    elif callable(made) and hasattr(made, "model"):
-        prepared = Prepared(made, made.model, getattr(made, "optimizer", None))
-    else:
-        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise InvalidInput(
-            "TARGET",
-            f"{what} from {name}",
-            "(step, model) or (step, model, optimizer)",
-            "return the function that takes one training step, and the model it trains",
-        )
-    if not isinstance(prepared.model, torch.nn.Module):
-        raise InvalidInput(
-            "TARGET",
-            f"a model of type {type(prepared.model).__name__}",
-            "a torch.nn.Module",
-            "return (step, model, optimizer) in this order",
-        )
+        given = make(**accepted(make, device=device, **sizes))
+    made = read_step(given)
 
     def step() -> None:
         with torch.device(device):
-            result = prepared.step()
+            result = made.step()
             if isinstance(result, GeneratorType):
                 for _ in result:
                     pass
 
-    return Prepared(step, prepared.model, prepared.optimizer)
+    return Made(step, made.model, made.optimizers)
 
 
-def read_device(given: str) -> str:
-    """The device to run on; "auto" is the GPU where there is one."""
+def read_device(given: str, without_gpu: str) -> str:
+    """The device to run on; "auto" is the GPU where there is one, and else `without_gpu`."""
     import torch
 
     if given == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else without_gpu
     if not re.fullmatch(r"cpu|meta|cuda(:\d+)?", given):
         raise InvalidInput("--device", repr(given), "auto, cpu, cuda, cuda:1 … or meta", "name one")
     number = int(given.partition(":")[2] or 0)

@@ -1,0 +1,153 @@
+"""`ecornn fit`: the largest batch within an amount of memory, without running out of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from ecornn.profiler import Fit
+
+EXIT_FAILED = 1
+
+
+def fit(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:function that takes `batch` (and `length`) and returns "
+            "(step, model) or (step, model, optimizer)."
+        ),
+    ],
+    memory: Annotated[str, typer.Option(help="Such as 24GiB.")],
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Predict this batch as well; several times.")
+    ] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Length of sequences; several times.")
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="meta needs no memory at all; on cuda and cpu small batches are run and drawn on; "
+            "auto is the GPU if there is one, else meta."
+        ),
+    ] = "auto",
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Predict the peak over the batch size, and the largest batch that fits."""
+    from rich.console import Console
+
+    from ecornn.cli.bench import bad_input_told
+    from ecornn.cli.target import Raised, load, read_device
+
+    console = Console()
+    with bad_input_told():
+        check_out(out)
+        where = read_device(device, without_gpu="meta")
+        try:
+            found = predict(load(target), where, memory, length or [None], console)
+        except Raised as raised:
+            typer.echo(str(raised), err=True)
+            raise typer.Exit(EXIT_FAILED) from None
+    for one in found:
+        console.print(render(one, batch or []))
+    if out is not None:
+        told = [as_data(one, batch or []) for one in found]
+        out.write_text(json.dumps({"target": target, "fits": told}, indent=1) + "\n")
+        console.print(f"written: {out}", highlight=False, markup=False)
+    if any(one.largest is None for one in found):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def check_out(out: Path | None) -> None:
+    from ecornn.errors import InvalidInput
+
+    if out is not None and (out.suffix != ".json" or not out.parent.is_dir()):
+        raise InvalidInput(
+            "--out", str(out), "a .json file in a folder that exists", "name another"
+        )
+
+
+def predict(
+    make: Any, device: str, memory: str, lengths: list[int] | list[None], console: Console
+) -> list[Fit]:
+    """One answer a length."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from ecornn.cli.target import prepare, takes, users_code
+    from ecornn.errors import InvalidInput
+    from ecornn.profiler import fit
+
+    for name in ("batch", "length") if lengths != [None] else ("batch",):
+        if not takes(make, name):
+            remedy = f"add `{name}` to its arguments and make the step's input of that size"
+            raise InvalidInput("TARGET", "a function without it", f"an argument `{name}`", remedy)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bars as progress:
+        bar = progress.add_task("")
+
+        def make_step(batch: int, length: int | None = None) -> tuple[Any, ...]:
+            told = f"batch {batch}" + ("" if length is None else f", length {length}")
+            progress.update(bar, description=f"{told} on {device}")
+            sizes = {"batch": batch} | ({} if length is None else {"length": length})
+            made = prepare(make, device, **sizes)
+
+            def step() -> None:
+                with users_code(f"the step with {told}", device):
+                    made.step()
+
+            return step, made.model, made.optimizers
+
+        return [fit(make_step, memory, length=length) for length in lengths]
+
+
+def peaks(found: Fit, batches: list[int]) -> dict[int, tuple[int, str]]:
+    """Bytes by batch and how they are known, for all that was observed or asked."""
+    asked = {*batches, *([] if found.largest is None else [found.largest]), *found.observed}
+    return {
+        batch: (found.peak(batch), "observed" if batch in found.observed else "predicted")
+        for batch in sorted(asked)
+    }
+
+
+def render(found: Fit, batches: list[int]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from ecornn.cli.bench import table
+    from ecornn.sizes import size_text
+
+    assert found.memory is not None
+    length = "" if found.length is None else f", length {found.length}"
+    made = table(f"on {found.device}{length}: {found.method}", "batch", "peak", "of memory", "")
+    for batch, (peak, how) in peaks(found, batches).items():
+        share = f"{peak / found.memory:.1%}"
+        style = "bold" if batch == found.largest else ""
+        made.add_row(*(Text(cell, style) for cell in (str(batch), size_text(peak), share, how)))
+    within = f"within {size_text(found.memory)}"
+    answer = f"the largest batch {within}: {found.largest}"
+    if found.largest is None:
+        answer = f"not even a batch of 1 stays {within}"
+    return Group(made, Text(answer), *(Text(f"note: {note}") for note in found.notes))
+
+
+def as_data(found: Fit, batches: list[int]) -> dict[str, Any]:
+    return {
+        "device": found.device,
+        "method": found.method,
+        "length": found.length,
+        "memory_bytes": found.memory,
+        "largest_batch": found.largest,
+        "peaks": [
+            {"batch": batch, "peak_bytes": peak, "how": how}
+            for batch, (peak, how) in peaks(found, batches).items()
+        ],
+        "notes": list(found.notes),
+    }
