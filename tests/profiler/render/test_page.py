@@ -86,9 +86,7 @@ def test_the_tables_hold_every_row_and_add_up(seed: int) -> None:
     assert sum(sizes) == report.device_bytes == page.numbers["rows"][-1][0]
     assert page.numbers["rows"][-2][0] == report.peak_bytes
     assert (peak[0], device[0]) == ("the peak", "of the device")
-    of_outside = {
-        "(outside of every module)" if not row.module else row.module for row in report.rows
-    }
+    of_outside = {"(no module)" if not row.module else row.module for row in report.rows}
     assert {row[0] for row in rows} == of_outside
 
     lines = lines_of_storages(report)

@@ -163,6 +163,11 @@ def test_pictures_are_drawn_and_answer(browser: Browser, tmp_path: Path) -> None
     assert sum(areas) == pytest.approx(1000 * 420)
     sizes = {6348: "decoder", 6000: "encoder", 512: "inputs", 404: "rounding"}
     assert areas == pytest.approx([1000 * 420 * size / sum(sizes) for size in sizes])
+    sides = browser.evaluate(
+        "[...document.querySelectorAll('#treemap .edge')]"
+        ".map(edge => edge.getAttribute('width') / edge.getAttribute('height'))"
+    )
+    assert all(1 / 2 < ratio < 2 for ratio in sides[:2])  # as square as they can be
     click(browser, "#treemap g[role=button]")
     assert browser.evaluate("document.querySelector('#treemap p').textContent") == (
         f"the model › decoder {size_text(6348)}"

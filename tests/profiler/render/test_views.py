@@ -65,24 +65,21 @@ def test_the_lines_of_the_tree_add_up(seed: int, depth: int | None, at_most: int
         )
 
 
-def test_the_printed_table_adds_up_to_the_byte() -> None:
+@pytest.mark.parametrize(("width", "columns"), [(120, 5), (64, 3), (40, 1)])
+def test_the_printed_table_adds_up_to_the_byte(width: int, columns: int) -> None:
     report = small_report()
-    text = as_text(report, 120)
-    heads, *lines = [line for line in text.splitlines() if "  " in line.strip()]
-    assert heads.split()[:2] == ["module", "all"]
-    found = {}
-    for line in lines:
-        name, *figures = re.split(r"\s{2,}", line.rstrip())[-6:]
-        found[line] = (name, [int(figure.removesuffix(" B")) for figure in figures[-5:]])
-    *_, (name, sums) = found.values()
-    assert name == "sum"
-    assert sums[0] == sum(sums[1:]) == report.peak_bytes
-    for line, (_, (whole, *kinds)) in found.items():
-        assert whole == sum(kinds), line
-    tops = [figures for line, (name, figures) in found.items() if not line.startswith(" ")]
-    assert [sum(column) for column in zip(*tops[:-1], strict=True)] == sums
-    sizes = [figures[0] for figures in tops[:-1]]
-    assert sizes == sorted(sizes, reverse=True)  # the largest first
+    _, table = as_text(report, width).split("\nmodule ")
+    heads, _, *lines = [line for line in table.splitlines() if line.strip()]
+    assert ("other kinds" in heads) == (columns == 3)
+    figures = {line: [int(n) for n in re.findall(r"(\d+) B", line)] for line in lines}
+    assert {len(found) for found in figures.values()} == {columns}
+    for line, (whole, *kinds) in figures.items():
+        assert whole == sum(kinds) or columns == 1, line
+    assert lines[-1].startswith("sum ")
+    assert figures[lines[-1]][0] == report.peak_bytes
+    tops = [figures[line] for line in lines[:-1] if not line.startswith(" ")]
+    assert [sum(column) for column in zip(*tops, strict=True)] == figures[lines[-1]]
+    assert tops == sorted(tops, reverse=True)  # the largest first
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 250])

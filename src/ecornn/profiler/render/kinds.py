@@ -20,7 +20,7 @@ COLOURS = {
 }
 assert tuple(COLOURS) == KINDS
 
-OUTSIDE = "(outside of every module)"
+OUTSIDE = "(no module)"
 
 
 def shown(text: str) -> str:
