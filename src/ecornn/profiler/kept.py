@@ -91,10 +91,11 @@ class Graph:
     def visited(self, number: int) -> bool:
         return number in self._visited
 
-    def visit_what_is_alive(self) -> None:
-        """From every tensor there is: where no backward pass has shown the graph's end."""
+    def visit_what_is_alive(self, since: int) -> None:
+        """From every result that a node numbered `since` or later made: where no backward pass has
+        shown the graph's end."""
         roots = [one.grad_fn for one in gc.get_objects() if _is_result(one)]
-        self.visit(roots)
+        self.visit([node for node in roots if node._sequence_nr() >= since])
 
     def _saved(self, node: Any) -> Iterator[Tensor]:
         kind = type(node)
