@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ecornn.profiler.allocator import Allocator
-from ecornn.profiler.kept import Graph, Starts, next_number, running_node
+from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
 from ecornn.profiler.places import Calls, Line, Lines
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.storages import Ledger, Record
@@ -70,6 +70,15 @@ class Collector(TorchDispatchMode):
         self._starts = Starts(self._backward_starts)
         self.__enter__()
 
+    def see_others(self) -> None:
+        """Tensors that the step did not touch: on a GPU they are part of what the allocator counts,
+        on the CPU of nothing."""
+        for tensor in tensors_alive():
+            if tensor.device == self.ledger.device:
+                self.ledger.given(
+                    tensor, "other", "was there before the step, which did not read it"
+                )
+
     def _backward_starts(self, roots: list[Any]) -> None:
         self.saw_backward = True
         self.graph.visit(roots)
@@ -83,6 +92,8 @@ class Collector(TorchDispatchMode):
             self._roles.close()
             if self.allocator is not None:
                 self.allocator.read(self.ledger.clock)
+            if self.ledger.device.type == "cuda" and self.allocator is not None:
+                self.see_others()
         finally:
             if self._starts is not None:
                 self._starts.close()
