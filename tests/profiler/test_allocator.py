@@ -70,5 +70,16 @@ def test_the_rows_add_up_to_the_allocator_s_peak(monkeypatch: pytest.MonkeyPatch
     assert highest == report.peak_bytes
 
 
+def test_tensors_that_the_step_does_not_touch_are_found() -> None:
+    model, extra = nn.Linear(2, 2), torch.zeros(12_345)
+    collector = Collector(model, [], torch.device("cpu"))
+    collector.start()
+    collector.see_others()
+    collector.stop(failed=False)
+    report = assemble.assemble(collector, None)
+    found = [one for one in report.held if one.bytes == extra.nbytes]
+    assert [(one.kind, one.born) for one in found] == [("other", 0)]
+
+
 def test_sizes_are_rounded_to_blocks() -> None:
     assert [rounded(n) for n in (1, 512, 513)] == [512, 512, 1024]

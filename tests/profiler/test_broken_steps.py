@@ -142,6 +142,18 @@ def test_what_cannot_be_profiled_is_refused() -> None:
         profile(lambda: None, None)  # type: ignore[call-overload]
 
 
+def test_a_graph_from_before_the_step_is_kept_since_then() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    y = model(torch.randn(4, 8)).exp()
+    report = profile(lambda: (y * y).sum().backward(), model)
+    kept = [(one.kept_by, one.kind) for one in report.held if one.kept_by and one.born == 0]
+    assert kept[-3:] == [
+        (("ExpBackward0", "aten.mul"), "inputs"),  # the step reads it
+        (("AddmmBackward0",), "feature maps"),
+        (("TanhBackward0",), "feature maps"),
+    ]
+
+
 def test_a_forward_pass_alone_shows_what_waits_for_a_backward_pass() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     with profile(model=model) as observed:

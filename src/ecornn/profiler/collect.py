@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ecornn.profiler.allocator import Allocator
-from ecornn.profiler.kept import Graph, Starts, next_number, running_node
+from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
 from ecornn.profiler.places import Calls, Line, Lines
 from ecornn.profiler.roles import Roles
-from ecornn.profiler.storages import Ledger
+from ecornn.profiler.storages import Ledger, Record
 
 
 class Origin(NamedTuple):
@@ -61,12 +61,23 @@ class Collector(TorchDispatchMode):
         self._roles = Roles(self.ledger, model, optimizers)
         self._calls = Calls(model, self._roles.inputs)
         self._starts: Starts | None = None
+        #: Of the first node that the step makes.
+        self._first_number = next_number()
         #: None also where tensors on a GPU are only simulated.
         self.allocator = Allocator(device) if device.type == "cuda" and not is_fake(model) else None
 
     def start(self) -> None:
         self._starts = Starts(self._backward_starts)
         self.__enter__()
+
+    def see_others(self) -> None:
+        """Tensors that the step did not touch: on a GPU they are part of what the allocator counts,
+        on the CPU of nothing."""
+        for tensor in tensors_alive():
+            if tensor.device == self.ledger.device:
+                self.ledger.given(
+                    tensor, "other", "was there before the step, which did not read it"
+                )
 
     def _backward_starts(self, roots: list[Any]) -> None:
         self.saw_backward = True
@@ -77,10 +88,12 @@ class Collector(TorchDispatchMode):
         try:
             self.__exit__(None, None, None)
             if failed or not self.saw_backward:
-                self.graph.visit_what_is_alive()
+                self.graph.visit_what_is_alive(self._first_number)
             self._roles.close()
             if self.allocator is not None:
                 self.allocator.read(self.ledger.clock)
+            if self.ledger.device.type == "cuda" and self.allocator is not None:
+                self.see_others()
         finally:
             if self._starts is not None:
                 self._starts.close()
@@ -99,16 +112,22 @@ class Collector(TorchDispatchMode):
         ledger = self.ledger
         # What was there before and is first read after the forward pass is no input: DDP's buckets.
         role = "inputs" if phase == "forward" else "other"
-        for tensor in _tensors(args):
-            ledger.given(tensor, role)
-        for tensor in _tensors(kwargs.values()) if kwargs else ():
-            ledger.given(tensor, role)
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                ledger.given(value, role)
+            elif isinstance(value, list | tuple):
+                for tensor in _tensors(value):
+                    ledger.given(tensor, role)
         ledger.clock += 1
         self.times.append((operator.name, origin.module, phase))
         result = func(*args, **kwargs)
-        new = False
+        new: list[Record] = []
         for tensor in (result,) if isinstance(result, Tensor) else _tensors((result,)):
-            new |= ledger.made(tensor, origin.module, operator.name, origin.line)
+            new += ledger.made(tensor, origin.module, operator.name, origin.line)
+        if new and origin.line is None and phase != "backward":
+            line = self._lines.here()
+            for record in new:
+                record.line = line
         if new and self.allocator is not None:
             self.allocator.read(ledger.clock)
         return result
@@ -121,16 +140,17 @@ class Collector(TorchDispatchMode):
 
     def _place(self, operator: Operator) -> tuple[Origin, str]:
         """Whose operator it is. In the backward pass: of what it differentiates."""
-        node = running_node()
-        calls = self._calls
+        node, calls = running_node(), self._calls
+        learns = torch.is_grad_enabled()
         # With gradients on, a module's call in the backward pass is a forward pass made again.
-        if node is not None and not (calls and torch.is_grad_enabled()):
+        if node is not None and not (learns and calls):
             number = node._sequence_nr()
             if not self.graph.visited(number):
                 self.graph.visit([node])
             found = self._origins.get(number)
             return found or Origin(calls.path, operator.name, None), "backward"
-        origin = Origin(calls.path, operator.name, self._lines.here())
+        # Lines cost a walk up the frames: where no node is made, only what is new needs one.
+        origin = Origin(calls.path, operator.name, self._lines.here() if learns else None)
         # The first operator with a number is the node's own; later ones made no node.
         self._origins.setdefault(next_number() - 1, origin)
         if node is not None:
@@ -150,7 +170,11 @@ class Collector(TorchDispatchMode):
         module = origin.module if origin is not None else ""
         text = f"{module}: {operator}" if module else operator
         line = origin.line if origin is not None else None
-        self.ledger.made(tensor, module, operator, line)  # unknown: made past the dispatcher
+        # Unknown: kept since before the step, or made past the dispatcher.
+        if node._sequence_nr() < self._first_number:
+            self.ledger.given(tensor, role="")
+        else:
+            self.ledger.made(tensor, module, operator, line)
         for record in self.ledger.records_of(tensor):
             if text not in record.kept_by:
                 record.kept_by.append(text)

@@ -117,7 +117,8 @@ class _Observer:
             self._notes |= dict.fromkeys(report.notes)
             self.runs[batch] = run_of(batch, report)
             del made, report
-            gc.collect()
+            if not self.simulated:
+                gc.collect()  # steps are often closures that refer to themselves
         return int(self.runs[batch].peak_bytes)
 
     def grow(self, budget: int) -> None:

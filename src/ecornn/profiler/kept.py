@@ -33,6 +33,7 @@ def missing() -> str | None:
         (torch._C, "_current_autograd_node"),
         (torch._C._autograd, "_get_sequence_nr"),
         (torch.autograd, _ENTRY),
+        (torch._C._autograd.SavedTensor, "data"),
     ):
         if not hasattr(owner, name):
             return f"torch {torch.__version__} has no {name}"
@@ -91,10 +92,11 @@ class Graph:
     def visited(self, number: int) -> bool:
         return number in self._visited
 
-    def visit_what_is_alive(self) -> None:
-        """From every tensor there is: where no backward pass has shown the graph's end."""
-        roots = [one.grad_fn for one in gc.get_objects() if _is_result(one)]
-        self.visit(roots)
+    def visit_what_is_alive(self, since: int) -> None:
+        """From every result that a node numbered `since` or later made: where no backward pass has
+        shown the graph's end."""
+        roots = [one.grad_fn for one in tensors_alive() if one.grad_fn is not None]
+        self.visit([node for node in roots if node._sequence_nr() >= since])
 
     def _saved(self, node: Any) -> Iterator[Tensor]:
         kind = type(node)
@@ -129,6 +131,7 @@ def _gathers(node: Any) -> bool:
     return str(node.name()).endswith("AccumulateGrad")
 
 
-def _is_result(one: Any) -> bool:
+def tensors_alive() -> list[Tensor]:
+    """All that Python knows of."""
     # Not by isinstance, which asks proxies and lazy objects for their class.
-    return issubclass(type(one), Tensor) and one.grad_fn is not None
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]

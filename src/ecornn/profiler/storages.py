@@ -24,8 +24,14 @@ _COMPRESSED = {
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def parts(tensor: Tensor) -> Iterator[Tensor]:
+def parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that have a storage: itself, or those a sparse tensor or subclass is made of."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return (tensor,)
+    return tuple(_inner(tensor))
+
+
+def _inner(tensor: Tensor) -> Iterator[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from parts(getattr(tensor, name))
@@ -104,19 +110,22 @@ class Ledger:
 
     def made(
         self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None
-    ) -> bool:
-        """A tensor that an operator has returned. Whether any of its storages is new."""
-        new = False
+    ) -> list[Record]:
+        """A tensor that an operator has returned. The records of those storages that are new."""
+        new = []
         for part in parts(tensor):
+            storage = part.untyped_storage()
+            watch = self._alive.get(storage._cdata)
+            if watch is not None:
+                if watch.record.bytes == storage.nbytes():
+                    continue
+                self._died(watch)  # resized: for the report another one
             if part.device != self.device:
                 self.elsewhere.add(str(part.device))
                 continue
-            watch = self._alive.get(part.untyped_storage()._cdata)
-            if watch is not None:
-                if watch.record.bytes == part.untyped_storage().nbytes():
-                    continue
-                self._died(watch)  # resized: for the report another one
-            new |= self._open(part, module, operator, line, self.clock) is not None
+            record = self._open(part, module, operator, line, self.clock)
+            if record is not None:
+                new.append(record)
         return new
 
     def _open(
