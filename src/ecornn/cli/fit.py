@@ -38,30 +38,44 @@ def fit(
             "auto is the GPU if there is one, else meta."
         ),
     ] = "auto",
+    echo: Annotated[
+        str | None,
+        typer.Option(
+            help="Also with Echo: given to the function as `echo`, the memory it may take, or auto."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Predict the peak over the batch size, and the largest batch that fits."""
     from rich.console import Console
 
     from ecornn.cli.bench import bad_input_told
-    from ecornn.cli.target import Raised, load, read_device
+    from ecornn.cli.target import Raised, check_takes, load, read_device
 
     console = Console()
     with bad_input_told():
         check_out(out)
         where = read_device(device, without_gpu="meta")
         try:
-            found = predict(load(target), where, memory, length or [None], console)
+            make = load(target)
+            wanted = ("batch", *["length"][: len(length or ())], *["echo"][: echo is not None])
+            check_takes(make, *wanted)
+            ways = [None] if echo is None else [None, echo]
+            found = [
+                (way, one)
+                for way in ways
+                for one in predict(make, where, memory, length or [None], way, console)
+            ]
         except Raised as raised:
             typer.echo(str(raised), err=True)
             raise typer.Exit(EXIT_FAILED) from None
-    for one in found:
-        console.print(render(one, batch or []))
+    for way, one in found:
+        console.print(render(one, batch or [], way))
     if out is not None:
-        told = [as_data(one, batch or []) for one in found]
+        told = [{"echo": way, **as_data(one, batch or [])} for way, one in found]
         out.write_text(json.dumps({"target": target, "fits": told}, indent=1) + "\n")
         console.print(f"written: {out}", highlight=False, markup=False)
-    if any(one.largest is None for one in found):
+    if any(one.largest is None for _, one in found):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -75,19 +89,20 @@ def check_out(out: Path | None) -> None:
 
 
 def predict(
-    make: Any, device: str, memory: str, lengths: list[int] | list[None], console: Console
+    make: Any,
+    device: str,
+    memory: str,
+    lengths: list[int] | list[None],
+    echo: str | None,
+    console: Console,
 ) -> list[Fit]:
     """One answer a length."""
+    import torch
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from ecornn.cli.target import prepare, takes, users_code
-    from ecornn.errors import InvalidInput
+    from ecornn.cli.target import prepare, users_code
     from ecornn.profiler import fit
 
-    for name in ("batch", "length") if lengths != [None] else ("batch",):
-        if not takes(make, name):
-            remedy = f"add `{name}` to its arguments and make the step's input of that size"
-            raise InvalidInput("TARGET", "a function without it", f"an argument `{name}`", remedy)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with bars as progress:
@@ -96,8 +111,12 @@ def predict(
         def make_step(batch: int, length: int | None = None) -> tuple[Any, ...]:
             told = f"batch {batch}" + ("" if length is None else f", length {length}")
             progress.update(bar, description=f"{told} on {device}")
-            sizes = {"batch": batch} | ({} if length is None else {"length": length})
-            made = prepare(make, device, **sizes)
+            given = {"batch": batch, "length": length, "echo": echo}
+            if echo is not None:
+                # Else torch compiles the second size for all sizes, and gives up after some.
+                torch.compiler.reset()
+            known = {name: value for name, value in given.items() if value is not None}
+            made = prepare(make, device, **known)
 
             def step() -> None:
                 with users_code(f"the step with {told}", device):
@@ -117,7 +136,7 @@ def peaks(found: Fit, batches: list[int]) -> dict[int, tuple[int, str]]:
     }
 
 
-def render(found: Fit, batches: list[int]) -> RenderableType:
+def render(found: Fit, batches: list[int], echo: str | None = None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -126,13 +145,15 @@ def render(found: Fit, batches: list[int]) -> RenderableType:
 
     assert found.memory is not None
     length = "" if found.length is None else f", length {found.length}"
-    made = table(f"on {found.device}{length}: {found.method}", "batch", "peak", "of memory", "")
+    way = "" if echo is None else f", with Echo ({echo})"
+    title = f"on {found.device}{length}{way}: {found.method}"
+    made = table(title, "batch", "peak", "of memory", "")
     for batch, (peak, how) in peaks(found, batches).items():
         share = f"{peak / found.memory:.1%}"
         style = "bold" if batch == found.largest else ""
         made.add_row(*(Text(cell, style) for cell in (str(batch), size_text(peak), share, how)))
     within = f"within {size_text(found.memory)}"
-    answer = f"the largest batch {within}: {found.largest}"
+    answer = f"the largest batch {within}{way}: {found.largest}"
     if found.largest is None:
         answer = f"not even a batch of 1 stays {within}"
     return Group(made, Text(answer), *(Text(f"note: {note}") for note in found.notes))

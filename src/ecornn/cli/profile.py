@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,11 +35,11 @@ Device = Annotated[
         "is one."
     ),
 ]
-Batch = Annotated[
-    int | None, typer.Option(min=1, help="Given to the function, if it takes `batch`.")
-]
-Length = Annotated[
-    int | None, typer.Option(min=1, help="Given to the function, if it takes `length`.")
+Batch = Annotated[int | None, typer.Option(min=1, help="Given to the function as `batch`.")]
+Length = Annotated[int | None, typer.Option(min=1, help="Given to the function as `length`.")]
+Echo = Annotated[
+    str | None,
+    typer.Option(help="Given to the function as `echo`: the memory that Echo may take, or auto."),
 ]
 
 
@@ -52,6 +53,7 @@ def profile(
     device: Device = "auto",
     batch: Batch = None,
     length: Length = None,
+    echo: Echo = None,
     warm_up: Annotated[
         int,
         typer.Option(
@@ -79,8 +81,8 @@ def profile(
         if target.endswith(".json"):
             report = read_report(Path(target))
         else:
-            sizes = {"batch": batch, "length": length}
-            given = {name: size for name, size in sizes.items() if size is not None}
+            options = {"batch": batch, "length": length, "echo": echo}
+            given = {name: value for name, value in options.items() if value is not None}
             report = observe(target, device, given, warm_up, console)
         if before is None:
             console.print(render(report, console, depth))
@@ -115,13 +117,13 @@ def read_report(path: Path) -> MemoryReport:
 
 
 def observe(
-    target: str, device: str, sizes: dict[str, int], warm_up: int, console: Console
+    target: str, device: str, given: Mapping[str, int | str], warm_up: int, console: Console
 ) -> MemoryReport:
     """One step of what the target makes. Where it raises, that is told, and the report is of what
     was done up to there."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from ecornn.cli.target import Raised, load, prepare, read_device, users_code
+    from ecornn.cli.target import Raised, check_takes, load, prepare, read_device, users_code
     from ecornn.profiler import profile
 
     where = read_device(device, without_gpu="cpu")
@@ -129,9 +131,10 @@ def observe(
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     try:
         make = load(target)
+        check_takes(make, *given)
         with bars as progress:
             bar = progress.add_task(f"making the model on {where}")
-            prepared = prepare(make, where, **sizes)
+            prepared = prepare(make, where, **given)
             with users_code("the step", where):
                 for number in range(warm_up):
                     progress.update(bar, description=f"warm-up step {number + 1} of {warm_up}")

@@ -1,6 +1,7 @@
 """`pkg.module:make_step`: what `ecornn profile` and `ecornn fit` are told to run, found and called.
 
-The function may take `device`, `batch` and `length`; it is given those of them that it names.
+The function may take `device`, `batch`, `length` and `echo`, and is given those of them that it
+names. `echo` is for it to pass on, as `ecornn.compile(model, memory=echo)`.
 """
 
 from __future__ import annotations
@@ -72,10 +73,6 @@ def load(target: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
-    return name in accepted(function, **{name: None})
-
-
 def accepted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
     """Those of the arguments on offer that the function names."""
     try:
@@ -87,7 +84,23 @@ def accepted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def prepare(make: Callable[..., Any], device: str, **sizes: int) -> Made:
+REMEDIES = {
+    "echo": "add `echo=None` to its arguments, and where it is given call"
+    " ecornn.compile(model, memory=echo) in the step",
+    "batch": "add `batch` to its arguments, and make the step's input of that size",
+    "length": "add `length` to its arguments, and make the step's input of that length",
+}
+
+
+def check_takes(make: Callable[..., Any], *names: str) -> None:
+    """What is asked for by an option must reach the function: it alone knows what to do."""
+    for name in names:
+        if name not in accepted(make, **{name: None}):
+            expected = f"a function with an argument `{name}`"
+            raise InvalidInput("TARGET", "a function without it", expected, REMEDIES[name])
+
+
+def prepare(make: Callable[..., Any], device: str, **given: int | str) -> Made:
     """What the function makes on the device, by its argument or as torch's default device."""
     import torch
 
@@ -95,8 +108,8 @@ def prepare(make: Callable[..., Any], device: str, **sizes: int) -> Made:
 
     name = f"{getattr(make, '__name__', 'the function')}()"
     with users_code(name, device), torch.device(device):
-        given = make(**accepted(make, device=device, **sizes))
-    made = read_step(given)
+        result = make(**accepted(make, device=device, **given))
+    made = read_step(result)
 
     def step() -> None:
         with torch.device(device):
