@@ -7,6 +7,7 @@ there between `start` and `stop` alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,10 +36,17 @@ class Operator(NamedTuple):
     name: str
     #: Makes nothing but another look at what it is given: takes no time in the report.
     only_views: bool
+    func: Any
 
 
 class Collector(TorchDispatchMode):
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap what follows, which costs 2 µs an operator and the import of its
+        compiler; `made_for` has it done where a compiler is there to be kept out."""
+        return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -56,10 +64,12 @@ class Collector(TorchDispatchMode):
         self.saw_backward = False
         self.saw_compiled = False
         self._lines = Lines()
-        self._operators: dict[Any, Operator] = {}
+        #: By identity, which the values hold on to: an operator's own hash runs in Python.
+        self._operators: dict[int, Operator] = {}
         self._origins: dict[int, Origin] = {}
         self._roles = Roles(self.ledger, model, optimizers)
         self._calls = Calls(model, self._roles.inputs)
+        self._running = self._calls.running
         self._starts: Starts | None = None
         #: Of the first node that the step makes.
         self._first_number = next_number()
@@ -69,6 +79,13 @@ class Collector(TorchDispatchMode):
     def start(self) -> None:
         self._starts = Starts(self._backward_starts)
         self.__enter__()
+
+    @staticmethod
+    def made_for(
+        model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+    ) -> Collector:
+        kind = CollectorBesideCompiler if "torch._dynamo" in sys.modules else Collector
+        return kind(model, optimizers, device)
 
     def see_others(self) -> None:
         """Tensors that the step did not touch: on a GPU they are part of what the allocator counts,
@@ -104,7 +121,7 @@ class Collector(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        operator = self._operators.get(func) or self._describe(func)
+        operator = self._operators.get(id(func)) or self._describe(func)
         origin, phase = self._place(operator)
         kwargs = kwargs or {}
         if operator.only_views:
@@ -134,28 +151,29 @@ class Collector(TorchDispatchMode):
 
     def _describe(self, func: Any) -> Operator:
         packet = getattr(func, "overloadpacket", func)
-        operator = Operator(str(packet), bool(getattr(func, "is_view", False)))
-        self._operators[func] = operator
+        operator = Operator(str(packet), bool(getattr(func, "is_view", False)), func)
+        self._operators[id(func)] = operator
         return operator
 
     def _place(self, operator: Operator) -> tuple[Origin, str]:
         """Whose operator it is. In the backward pass: of what it differentiates."""
-        node, calls = running_node(), self._calls
+        node, running = running_node(), self._running
+        module = running[-1] if running else ""
         learns = torch.is_grad_enabled()
         # With gradients on, a module's call in the backward pass is a forward pass made again.
-        if node is not None and not (learns and calls):
+        if node is not None and not (learns and running):
             number = node._sequence_nr()
             if not self.graph.visited(number):
                 self.graph.visit([node])
             found = self._origins.get(number)
-            return found or Origin(calls.path, operator.name, None), "backward"
+            return found or Origin(module, operator.name, None), "backward"
         # Lines cost a walk up the frames: where no node is made, only what is new needs one.
-        origin = Origin(calls.path, operator.name, self._lines.here() if learns else None)
+        origin = Origin(module, operator.name, self._lines.here() if learns else None)
         # The first operator with a number is the node's own; later ones made no node.
         self._origins.setdefault(next_number() - 1, origin)
         if node is not None:
             return origin, "backward"
-        return origin, "optimizer" if self._roles.stepping and not calls else "forward"
+        return origin, "optimizer" if self._roles.stepping and not running else "forward"
 
     def _kept(self, node: Any, tensor: Tensor) -> None:
         """`tensor` is kept for the backward pass of `node`."""
@@ -178,6 +196,19 @@ class Collector(TorchDispatchMode):
         for record in self.ledger.records_of(tensor):
             if text not in record.kept_by:
                 record.kept_by.append(text)
+
+
+class CollectorBesideCompiler(Collector):
+    """Where torch's compiler is loaded, it must not look into our own code."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def is_fake(model: nn.Module) -> bool:

@@ -132,11 +132,10 @@ class Ledger:
         self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None, born: int
     ) -> Record | None:
         storage = tensor.untyped_storage()
-        if not storage.nbytes():
+        count = storage.nbytes()
+        if not count:
             return None  # holds nothing; comes again once something is written to it
-        record = Record(
-            storage.nbytes(), tuple(tensor.shape), tensor.dtype, module, operator, line, born
-        )
+        record = Record(count, tuple(tensor.shape), tensor.dtype, module, operator, line, born)
         watch = _Watch(storage, self._died)
         watch.key, watch.record = storage._cdata, record
         self._alive[watch.key] = watch
