@@ -8,6 +8,7 @@ there between `start` and `stop` alone.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ecornn.profiler.allocator import Allocator
 from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
-from ecornn.profiler.places import Calls, Line, Lines
+from ecornn.profiler.places import Calls, Line, Lines, generates_code, in_generated_code
 from ecornn.profiler.roles import Roles
-from ecornn.profiler.storages import Ledger, Record
+from ecornn.profiler.storages import Ledger, Record, parts
+
+#: Stands for an operator where a compiler's code is all there is to see.
+COMPILED = "compiled code"
 
 
 class Origin(NamedTuple):
@@ -71,6 +75,8 @@ class Collector(TorchDispatchMode):
         self._calls = Calls(model, self._roles.inputs)
         self._running = self._calls.running
         self._starts: Starts | None = None
+        #: The storages that were there before; weak, so that a new one at an address is told apart.
+        self._before: dict[int, weakref.ref[Any]] | None = None
         #: Of the first node that the step makes.
         self._first_number = next_number()
         #: None also where tensors on a GPU are only simulated.
@@ -127,16 +133,14 @@ class Collector(TorchDispatchMode):
         if operator.only_views:
             return func(*args, **kwargs)
         ledger = self.ledger
+        ledger.clock += 1
+        self.times.append((operator.name, origin.module, phase))
         # What was there before and is first read after the forward pass is no input: DDP's buckets.
         role = "inputs" if phase == "forward" else "other"
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor):
-                ledger.given(value, role)
-            elif isinstance(value, list | tuple):
-                for tensor in _tensors(value):
-                    ledger.given(tensor, role)
-        ledger.clock += 1
-        self.times.append((operator.name, origin.module, phase))
+            for tensor in (value,) if isinstance(value, Tensor) else _tensors((value,)):
+                if not ledger.knows(tensor):
+                    self._unknown(tensor, role, origin)
         result = func(*args, **kwargs)
         new: list[Record] = []
         for tensor in (result,) if isinstance(result, Tensor) else _tensors((result,)):
@@ -148,6 +152,24 @@ class Collector(TorchDispatchMode):
         if new and self.allocator is not None:
             self.allocator.read(ledger.clock)
         return result
+
+    def _unknown(self, tensor: Tensor, role: str, origin: Origin) -> None:
+        """An operator reads or writes what no operator made. It was there before the step, unless
+        compiled code made it, past the dispatcher."""
+        node = tensor.grad_fn
+        of_this_step = node is not None and node._sequence_nr() >= self._first_number
+        if (of_this_step or in_generated_code()) and not self._was_before(tensor):
+            self.saw_compiled = True
+            self.ledger.made(tensor, origin.module, COMPILED, origin.line)
+        else:
+            self.ledger.given(tensor, role)
+
+    def _was_before(self, tensor: Tensor) -> bool:
+        """Known only where it is asked: beside a compiler."""
+        if self._before is None:
+            return False
+        watch = self._before.get(tensor.untyped_storage()._cdata)
+        return watch is not None and watch() is not None
 
     def _describe(self, func: Any) -> Operator:
         packet = getattr(func, "overloadpacket", func)
@@ -182,7 +204,7 @@ class Collector(TorchDispatchMode):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             operator = name.removesuffix("Backward")
             if "CompiledFunction" in name:
-                operator, self.saw_compiled = "compiled code", True
+                operator, self.saw_compiled = COMPILED, True
         else:
             operator = origin.operator if origin is not None else name
         module = origin.module if origin is not None else ""
@@ -191,6 +213,8 @@ class Collector(TorchDispatchMode):
         # Unknown: kept since before the step, or made past the dispatcher.
         if node._sequence_nr() < self._first_number:
             self.ledger.given(tensor, role="")
+        elif self._was_before(tensor):
+            self.ledger.given(tensor)
         else:
             self.ledger.made(tensor, module, operator, line)
         for record in self.ledger.records_of(tensor):
@@ -199,7 +223,15 @@ class Collector(TorchDispatchMode):
 
 
 class CollectorBesideCompiler(Collector):
-    """Where torch's compiler is loaded, it must not look into our own code."""
+    """Where torch's compiler is loaded, it must not look into our own code, and what its code reads
+    and makes must be told apart by what was there before."""
+
+    def start(self) -> None:
+        if generates_code():
+            alive = [one for one in tensors_alive() if one.device == self.ledger.device]
+            storages = [part.untyped_storage() for tensor in alive for part in parts(tensor)]
+            self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
+        super().start()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -39,6 +39,21 @@ class Lines:
         return None
 
 
+def generates_code() -> bool:
+    """Whether inductor may have written code that runs here."""
+    return "torch._inductor.codecache" in sys.modules
+
+
+def in_generated_code() -> bool:
+    """Whether the innermost code outside of torch was written by inductor."""
+    if not generates_code():
+        return False
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    line = Lines().here()
+    return line is not None and line[0].co_filename.startswith(cache_dir())
+
+
 def line_text(line: Line | None) -> str:
     """Such as "package/model.py:12 in forward", from the folder that the file was imported from."""
     if line is None:
