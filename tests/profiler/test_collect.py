@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -318,6 +319,25 @@ def test_compiled_code_keeps_what_it_keeps_as_a_whole() -> None:
     assert len(kept) == 3
     assert {name for one in kept for name in one.kept_by} == {"compiled code"}
     assert any("compiled code" in note for note in report.notes)
+
+
+@pytest.mark.skipif(
+    all(shutil.which(name) is None for name in ("c++", "g++", "clang++")),
+    reason="inductor generates C++ for the CPU, and this machine has no C++ compiler",
+)
+def test_generated_code_shows_what_it_hands_to_operators_and_keeps() -> None:
+    model, x = Twice(), torch.randn(4, 8)
+    with torch._inductor.config.patch(compile_threads=1):
+        compiled = torch.compile(model)
+        compiled(x).exp().backward()
+    model.zero_grad()
+    report = observed(model, lambda: compiled(x).exp().backward())
+    kept = [one for one in of_kind(report, "feature maps") if "compiled code" in one.kept_by]
+    assert [one.bytes for one in kept] == [128, 128, 128]
+    assert all(one.born > 0 and one.freed is not None for one in kept)
+    # What was there before is told apart from what the code made.
+    assert [(one.bytes, one.born) for one in of_kind(report, "inputs")] == [(128, 0)]
+    assert bytes_of(report, "gradients") == sum(p.nbytes for p in model.parameters())
 
 
 class Pieces(nn.Module):

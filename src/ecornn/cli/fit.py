@@ -16,34 +16,41 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="package.module:function that takes `batch` (and `length`, `echo`) and returns "
+        "(step, model) or (step, model, optimizer)."
+    ),
+]
+Batches = Annotated[
+    list[int] | None, typer.Option(min=1, help="Predict this batch as well; several times.")
+]
+Lengths = Annotated[
+    list[int] | None, typer.Option(min=1, help="Length of sequences; several times.")
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="meta needs no memory at all; on cuda and cpu small batches are run and drawn on; "
+        "auto is the GPU if there is one, else meta."
+    ),
+]
+Echo = Annotated[
+    str | None,
+    typer.Option(
+        help="Also with Echo: given to the function as `echo`, the memory it may take, or auto."
+    ),
+]
+
+
 def fit(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="package.module:function that takes `batch` (and `length`) and returns "
-            "(step, model) or (step, model, optimizer)."
-        ),
-    ],
+    target: Target,
     memory: Annotated[str, typer.Option(help="Such as 24GiB.")],
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Predict this batch as well; several times.")
-    ] = None,
-    length: Annotated[
-        list[int] | None, typer.Option(min=1, help="Length of sequences; several times.")
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="meta needs no memory at all; on cuda and cpu small batches are run and drawn on; "
-            "auto is the GPU if there is one, else meta."
-        ),
-    ] = "auto",
-    echo: Annotated[
-        str | None,
-        typer.Option(
-            help="Also with Echo: given to the function as `echo`, the memory it may take, or auto."
-        ),
-    ] = None,
+    batch: Batches = None,
+    length: Lengths = None,
+    device: Device = "auto",
+    echo: Echo = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Predict the peak over the batch size, and the largest batch that fits."""
@@ -58,8 +65,8 @@ def fit(
         where = read_device(device, without_gpu="meta")
         try:
             make = load(target)
-            wanted = ("batch", *["length"][: len(length or ())], *["echo"][: echo is not None])
-            check_takes(make, *wanted)
+            asked = {"batch": True, "length": bool(length), "echo": echo is not None}
+            check_takes(make, *(name for name, wanted in asked.items() if wanted))
             ways = [None] if echo is None else [None, echo]
             found = [
                 (way, one)

@@ -68,9 +68,6 @@ def profile(
     from rich.console import Console
 
     from ecornn.cli.bench import bad_input_told
-    from ecornn.profiler.render import compare, write, write_difference
-    from ecornn.profiler.render.difference import render as render_difference
-    from ecornn.profiler.render.text import render
     from ecornn.profiler.render.write import check
 
     console = Console()
@@ -84,20 +81,43 @@ def profile(
             options = {"batch": batch, "length": length, "echo": echo}
             given = {name: value for name, value in options.items() if value is not None}
             report = observe(target, device, given, warm_up, console)
-        if before is None:
-            console.print(render(report, console, depth))
+        if before is None or against is None:
+            show(report, out or [], depth, console)
         else:
-            assert against is not None
-            changed = compare(before, report, (against.stem, Path(target).stem))
-            console.print(render_difference(changed, console.width))
-        for path in out or ():
-            if before is not None and path.suffix.lower() == ".html":
-                write_difference(changed, path)
-            else:
-                write(report, path)
-            console.print(f"written: {path}", highlight=False, markup=False)
+            names = (against.stem, Path(target).stem)
+            show_difference(before, report, names, out or [], console)
     if report.error is not None:
         raise typer.Exit(EXIT_FAILED)
+
+
+def show(report: MemoryReport, outs: list[Path], depth: int | None, console: Console) -> None:
+    from ecornn.profiler.render.text import render
+
+    console.print(render(report, console, depth))
+    for path in outs:
+        report.write(path)
+        console.print(f"written: {path}", highlight=False, markup=False)
+
+
+def show_difference(
+    before: MemoryReport,
+    after: MemoryReport,
+    names: tuple[str, str],
+    outs: list[Path],
+    console: Console,
+) -> None:
+    """A page is of both; other files are of the new report."""
+    from ecornn.profiler.render import compare, write_difference
+    from ecornn.profiler.render.difference import render
+
+    difference = compare(before, after, names)
+    console.print(render(difference, console.width))
+    for path in outs:
+        if path.suffix.lower() == ".html":
+            write_difference(difference, path)
+        else:
+            after.write(path)
+        console.print(f"written: {path}", highlight=False, markup=False)
 
 
 def read_report(path: Path) -> MemoryReport:

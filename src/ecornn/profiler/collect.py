@@ -7,6 +7,8 @@ there between `start` and `stop` alone.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ecornn.profiler.allocator import Allocator
 from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
-from ecornn.profiler.places import Calls, Line, Lines
+from ecornn.profiler.places import Calls, Line, Lines, generates_code, in_generated_code
 from ecornn.profiler.roles import Roles
-from ecornn.profiler.storages import Ledger, Record
+from ecornn.profiler.storages import Ledger, Record, parts
+
+#: Stands for an operator where a compiler's code is all there is to see.
+COMPILED = "compiled code"
 
 
 class Origin(NamedTuple):
@@ -35,10 +40,17 @@ class Operator(NamedTuple):
     name: str
     #: Makes nothing but another look at what it is given: takes no time in the report.
     only_views: bool
+    func: Any
 
 
 class Collector(TorchDispatchMode):
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap what follows, which costs 2 µs an operator and the import of its
+        compiler; `made_for` has it done where a compiler is there to be kept out."""
+        return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -56,11 +68,15 @@ class Collector(TorchDispatchMode):
         self.saw_backward = False
         self.saw_compiled = False
         self._lines = Lines()
-        self._operators: dict[Any, Operator] = {}
+        #: By identity, which the values hold on to: an operator's own hash runs in Python.
+        self._operators: dict[int, Operator] = {}
         self._origins: dict[int, Origin] = {}
         self._roles = Roles(self.ledger, model, optimizers)
         self._calls = Calls(model, self._roles.inputs)
+        self._running = self._calls.running
         self._starts: Starts | None = None
+        #: The storages that were there before; weak, so that a new one at an address is told apart.
+        self._before: dict[int, weakref.ref[Any]] | None = None
         #: Of the first node that the step makes.
         self._first_number = next_number()
         #: None also where tensors on a GPU are only simulated.
@@ -69,6 +85,13 @@ class Collector(TorchDispatchMode):
     def start(self) -> None:
         self._starts = Starts(self._backward_starts)
         self.__enter__()
+
+    @staticmethod
+    def made_for(
+        model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+    ) -> Collector:
+        kind = CollectorBesideCompiler if "torch._dynamo" in sys.modules else Collector
+        return kind(model, optimizers, device)
 
     def see_others(self) -> None:
         """Tensors that the step did not touch: on a GPU they are part of what the allocator counts,
@@ -104,22 +127,20 @@ class Collector(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        operator = self._operators.get(func) or self._describe(func)
+        operator = self._operators.get(id(func)) or self._describe(func)
         origin, phase = self._place(operator)
         kwargs = kwargs or {}
         if operator.only_views:
             return func(*args, **kwargs)
         ledger = self.ledger
+        ledger.clock += 1
+        self.times.append((operator.name, origin.module, phase))
         # What was there before and is first read after the forward pass is no input: DDP's buckets.
         role = "inputs" if phase == "forward" else "other"
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor):
-                ledger.given(value, role)
-            elif isinstance(value, list | tuple):
-                for tensor in _tensors(value):
-                    ledger.given(tensor, role)
-        ledger.clock += 1
-        self.times.append((operator.name, origin.module, phase))
+            for tensor in (value,) if isinstance(value, Tensor) else _tensors((value,)):
+                if not ledger.knows(tensor):
+                    self._unknown(tensor, role, origin)
         result = func(*args, **kwargs)
         new: list[Record] = []
         for tensor in (result,) if isinstance(result, Tensor) else _tensors((result,)):
@@ -132,30 +153,49 @@ class Collector(TorchDispatchMode):
             self.allocator.read(ledger.clock)
         return result
 
+    def _unknown(self, tensor: Tensor, role: str, origin: Origin) -> None:
+        """An operator reads or writes what no operator made. It was there before the step, unless
+        compiled code made it, past the dispatcher."""
+        node = tensor.grad_fn
+        of_this_step = node is not None and node._sequence_nr() >= self._first_number
+        if (of_this_step or in_generated_code()) and not self._was_before(tensor):
+            self.saw_compiled = True
+            self.ledger.made(tensor, origin.module, COMPILED, origin.line)
+        else:
+            self.ledger.given(tensor, role)
+
+    def _was_before(self, tensor: Tensor) -> bool:
+        """Known only where it is asked: beside a compiler."""
+        if self._before is None:
+            return False
+        watch = self._before.get(tensor.untyped_storage()._cdata)
+        return watch is not None and watch() is not None
+
     def _describe(self, func: Any) -> Operator:
         packet = getattr(func, "overloadpacket", func)
-        operator = Operator(str(packet), bool(getattr(func, "is_view", False)))
-        self._operators[func] = operator
+        operator = Operator(str(packet), bool(getattr(func, "is_view", False)), func)
+        self._operators[id(func)] = operator
         return operator
 
     def _place(self, operator: Operator) -> tuple[Origin, str]:
         """Whose operator it is. In the backward pass: of what it differentiates."""
-        node, calls = running_node(), self._calls
+        node, running = running_node(), self._running
+        module = running[-1] if running else ""
         learns = torch.is_grad_enabled()
         # With gradients on, a module's call in the backward pass is a forward pass made again.
-        if node is not None and not (learns and calls):
+        if node is not None and not (learns and running):
             number = node._sequence_nr()
             if not self.graph.visited(number):
                 self.graph.visit([node])
             found = self._origins.get(number)
-            return found or Origin(calls.path, operator.name, None), "backward"
+            return found or Origin(module, operator.name, None), "backward"
         # Lines cost a walk up the frames: where no node is made, only what is new needs one.
-        origin = Origin(calls.path, operator.name, self._lines.here() if learns else None)
+        origin = Origin(module, operator.name, self._lines.here() if learns else None)
         # The first operator with a number is the node's own; later ones made no node.
         self._origins.setdefault(next_number() - 1, origin)
         if node is not None:
             return origin, "backward"
-        return origin, "optimizer" if self._roles.stepping and not calls else "forward"
+        return origin, "optimizer" if self._roles.stepping and not running else "forward"
 
     def _kept(self, node: Any, tensor: Tensor) -> None:
         """`tensor` is kept for the backward pass of `node`."""
@@ -164,7 +204,7 @@ class Collector(TorchDispatchMode):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             operator = name.removesuffix("Backward")
             if "CompiledFunction" in name:
-                operator, self.saw_compiled = "compiled code", True
+                operator, self.saw_compiled = COMPILED, True
         else:
             operator = origin.operator if origin is not None else name
         module = origin.module if origin is not None else ""
@@ -173,11 +213,34 @@ class Collector(TorchDispatchMode):
         # Unknown: kept since before the step, or made past the dispatcher.
         if node._sequence_nr() < self._first_number:
             self.ledger.given(tensor, role="")
+        elif self._was_before(tensor):
+            self.ledger.given(tensor)
         else:
             self.ledger.made(tensor, module, operator, line)
         for record in self.ledger.records_of(tensor):
             if text not in record.kept_by:
                 record.kept_by.append(text)
+
+
+class CollectorBesideCompiler(Collector):
+    """Where torch's compiler is loaded, it must not look into our own code, and what its code reads
+    and makes must be told apart by what was there before."""
+
+    def start(self) -> None:
+        if generates_code():
+            alive = [one for one in tensors_alive() if one.device == self.ledger.device]
+            storages = [part.untyped_storage() for tensor in alive for part in parts(tensor)]
+            self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
+        super().start()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def is_fake(model: nn.Module) -> bool:

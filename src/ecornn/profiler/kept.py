@@ -17,14 +17,10 @@ _RAW = "_raw_saved_"
 _ENTRY = "_engine_run_backward"
 
 
-def running_node() -> Any:
-    """The node of the backward pass that runs on this thread, or None."""
-    return torch._C._current_autograd_node()
-
-
-def next_number() -> int:
-    """The number the next node will get; during an operator's forward pass its own has one less."""
-    return int(torch._C._autograd._get_sequence_nr())
+#: The node of the backward pass that runs on this thread, or None.
+running_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+#: The number the next node will get; during an operator's forward pass its own has one less.
+next_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
 
 def missing() -> str | None:

@@ -39,6 +39,21 @@ class Lines:
         return None
 
 
+def generates_code() -> bool:
+    """Whether inductor may have written code that runs here."""
+    return "torch._inductor.codecache" in sys.modules
+
+
+def in_generated_code() -> bool:
+    """Whether the innermost code outside of torch was written by inductor."""
+    if not generates_code():
+        return False
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    line = Lines().here()
+    return line is not None and line[0].co_filename.startswith(cache_dir())
+
+
 def line_text(line: Line | None) -> str:
     """Such as "package/model.py:12 in forward", from the folder that the file was imported from."""
     if line is None:
@@ -63,25 +78,19 @@ class Calls:
     def __init__(self, model: nn.Module, entered: Callable[[Iterable[Any]], None]) -> None:
         """`entered` is told what a module is called with while no other one is running."""
         self._entered = entered
-        self._running: list[str] = []
+        #: Read by the collector at every operator.
+        self.running: list[str] = []
         self._handles: list[Any] = []
         for path, module in model.named_modules():
             self._watch(module, path)
-
-    @property
-    def path(self) -> str:
-        return self._running[-1] if self._running else ""
-
-    def __bool__(self) -> bool:
-        return bool(self._running)
 
     def _watch(self, module: nn.Module, path: str) -> None:
         def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling():
                 return
-            if not self._running:
+            if not self.running:
                 self._entered([*args, *kwargs.values()])
-            self._running.append(path)
+            self.running.append(path)
 
         def after(_module: nn.Module, _given: Any, result: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -97,14 +106,14 @@ class Calls:
 
     def _leave(self, path: str) -> None:
         # Above it may lie calls that were left by an exception inside a hook.
-        while self._running and self._running.pop() != path:
+        while self.running and self.running.pop() != path:
             pass
 
     def _resumed(self, path: str, inner: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """`inner`, each of its pieces run as part of the module."""
         resume, given = inner.send, None
         while True:
-            self._running.append(path)
+            self.running.append(path)
             try:
                 item = resume(given)
             except StopIteration as end:

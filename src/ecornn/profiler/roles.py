@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ecornn.profiler.storages import Ledger, parts
+from ecornn.profiler.storages import Ledger
 
 OUTSIDE = "a parameter outside of the model"
 #: A storage that has two roles is counted under the first.
@@ -89,24 +89,22 @@ class Roles:
         self, tensor: Tensor, role: str, text: str, module: str, *, before: bool = False
     ) -> None:
         """`before`: if nobody has seen it yet, it was there before the step."""
-        for part in parts(tensor):
-            if before:
-                self._ledger.given(part, role, text, module)
-            else:
-                self._ledger.made(part, module, "", None)
-            for record in self._ledger.records_of(part):
-                if ORDER.index(role) <= ORDER.index(record.role):
-                    if record.role == role and record.role_text:
-                        continue  # tied: under the first name
-                    record.role, record.role_text, record.module = role, text, module
+        if before:
+            self._ledger.given(tensor, role, text, module)
+        else:
+            self._ledger.made(tensor, module, "", None)
+        for record in self._ledger.records_of(tensor):
+            # Tied weights stand under their first name.
+            if ORDER.index(role) < ORDER.index(record.role) or not record.role_text:
+                record.role, record.role_text, record.module = role, text, module
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._add(optimizer, before=True)
+        if not any(one is optimizer for one in self._optimizers):
+            self._add(optimizer, before=True)
         self.stepping += 1
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         self.stepping -= 1
-        self._add(optimizer)
 
     def inputs(self, tensors: Iterable[Any]) -> None:
         """What is handed to the model from outside."""

@@ -39,7 +39,8 @@ class Profile:
     def __enter__(self) -> Profile:
         if self._collector is not None:
             raise NotObserved("this profile has been used; make another one with profile(…)")
-        self._collector = Collector(self._model, self._optimizers, device_of(self._model))
+        device = device_of(self._model)
+        self._collector = Collector.made_for(self._model, self._optimizers, device)
         self._collector.start()
         return self
 

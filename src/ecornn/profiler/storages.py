@@ -80,7 +80,7 @@ class Ledger:
         #: Devices of the tensors that are not counted.
         self.elsewhere: set[str] = set()
 
-    def _is_known(self, tensor: Tensor) -> bool:
+    def knows(self, tensor: Tensor) -> bool:
         """A plain tensor that was seen before, as most are."""
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         return plain and tensor.untyped_storage()._cdata in self._alive
@@ -98,7 +98,7 @@ class Ledger:
 
     def given(self, tensor: Tensor, role: str = "inputs", text: str = "", module: str = "") -> None:
         """A tensor that an operator reads, or the program has: if unknown, it was there before."""
-        if self._is_known(tensor):
+        if self.knows(tensor):
             return
         for part in parts(tensor):
             if part.device != self.device:
@@ -132,11 +132,10 @@ class Ledger:
         self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None, born: int
     ) -> Record | None:
         storage = tensor.untyped_storage()
-        if not storage.nbytes():
+        count = storage.nbytes()
+        if not count:
             return None  # holds nothing; comes again once something is written to it
-        record = Record(
-            storage.nbytes(), tuple(tensor.shape), tensor.dtype, module, operator, line, born
-        )
+        record = Record(count, tuple(tensor.shape), tensor.dtype, module, operator, line, born)
         watch = _Watch(storage, self._died)
         watch.key, watch.record = storage._cdata, record
         self._alive[watch.key] = watch
