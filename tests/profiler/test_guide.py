@@ -12,7 +12,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "profiler.md"
 
 def test_the_code_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "guide.py", "exec"), names)
