@@ -376,6 +376,7 @@ def test_fake_tensors_tell_what_real_ones_do() -> None:
         fake = profile(step, step.model, step.optimizer)
     assert fake.peak_bytes == real.peak_bytes
     assert fake.by_kind() == real.by_kind()
+    assert fake.notes == real.notes == ()
 
 
 def test_plain_memory_as_torch_s_allocator_counts_it() -> None:

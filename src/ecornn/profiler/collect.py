@@ -156,11 +156,15 @@ class Collector(TorchDispatchMode):
     def _unknown(self, tensor: Tensor, role: str, origin: Origin) -> None:
         """An operator reads or writes what no operator made. It was there before the step, unless
         compiled code made it, past the dispatcher."""
+        if tensor.device != self.ledger.device:
+            self.ledger.elsewhere.add(str(tensor.device))
+            return
         node = tensor.grad_fn
         of_this_step = node is not None and node._sequence_nr() >= self._first_number
         if (of_this_step or in_generated_code()) and not self._was_before(tensor):
-            self.saw_compiled = True
-            self.ledger.made(tensor, origin.module, COMPILED, origin.line)
+            # Sparse tensors and subclasses come here as well, and are mostly known.
+            if self.ledger.made(tensor, origin.module, COMPILED, origin.line):
+                self.saw_compiled = True
         else:
             self.ledger.given(tensor, role)
 
@@ -168,8 +172,8 @@ class Collector(TorchDispatchMode):
         """Known only where it is asked: beside a compiler."""
         if self._before is None:
             return False
-        watch = self._before.get(tensor.untyped_storage()._cdata)
-        return watch is not None and watch() is not None
+        watches = [self._before.get(part.untyped_storage()._cdata) for part in parts(tensor)]
+        return any(watch is not None and watch() is not None for watch in watches)
 
     def _describe(self, func: Any) -> Operator:
         packet = getattr(func, "overloadpacket", func)
