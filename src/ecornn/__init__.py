@@ -1,5 +1,6 @@
 """Recurrent networks for PyTorch: drop-in layers with what torch.nn lacks."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ecornn._version import __version__
@@ -14,6 +15,7 @@ from ecornn.nn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, convert, patch
 from ecornn.planner import ExecutionPlan
 
 if TYPE_CHECKING:
+    from ecornn import profiler
     from ecornn.echo.compiled import compile
 
 __all__ = [
@@ -33,13 +35,16 @@ __all__ = [
     "compile",
     "convert",
     "patch",
+    "profiler",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`compile` brings torch's compiler with it, and is imported by who uses it."""
-    if name != "compile":
-        raise AttributeError(f"module 'ecornn' has no attribute {name!r}")
-    from ecornn.echo.compiled import compile
+    """Imported by who uses it: `compile` brings torch's compiler with it."""
+    if name == "compile":
+        from ecornn.echo.compiled import compile
 
-    return compile
+        return compile
+    if name == "profiler":
+        return importlib.import_module("ecornn.profiler")
+    raise AttributeError(f"module 'ecornn' has no attribute {name!r}")

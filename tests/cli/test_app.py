@@ -30,7 +30,7 @@ def test_version_is_the_package_s() -> None:
 def test_help_names_every_command() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("bench", "doctor", "train"):
+    for command in ("bench", "doctor", "fit", "profile", "train"):
         assert command in result.output
 
 

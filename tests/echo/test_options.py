@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from ecornn.echo.options import Memory, Options, read_memory, read_options, size_text
+from ecornn.echo.options import Memory, Options, read_memory, read_options
 from ecornn.errors import InvalidInput
+from ecornn.sizes import size_text
 
 
 @pytest.mark.parametrize(

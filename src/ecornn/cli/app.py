@@ -13,6 +13,8 @@ import typer
 from ecornn._version import __version__
 from ecornn.cli.bench import app as bench_app
 from ecornn.cli.doctor import doctor
+from ecornn.cli.fit import fit
+from ecornn.cli.profile import profile
 from ecornn.cli.train import app as train_app
 from ecornn.cli.tune import tune
 
@@ -25,6 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(doctor)
+app.command()(profile)
+app.command()(fit)
 app.command()(tune)
 app.add_typer(bench_app, name="bench")
 app.add_typer(train_app, name="train")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ecornn.echo.options import size_text
 from ecornn.echo.report import GraphReport, Value
+from ecornn.sizes import size_text
 
 COLUMNS = ("module", "kept", "made again", "freed", "time added", "why")
 

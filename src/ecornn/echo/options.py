@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ecornn.errors import InvalidInput
+from ecornn.sizes import read_size, size_text
 
 CODEGENS = ("inductor", "eager")
 MASKS = ("bytes", "bits")
-UNITS = {"B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _MEMORY = '"auto", "min", a size such as "6GiB", bytes as an integer, or a fraction in (0, 1]'
 
 
@@ -95,19 +89,7 @@ def read_memory(given: Any) -> Memory:
 
 
 def _bytes_of(text: str) -> int:
-    found = _SIZE.fullmatch(text)
-    units = {unit.lower(): factor for unit, factor in UNITS.items()}
-    if found is None or found[2].lower() not in units:
-        raise InvalidInput("memory", repr(text), _MEMORY, f"units are {', '.join(UNITS)}")
-    amount = int(float(found[1]) * units[found[2].lower()])
+    amount = read_size("memory", text, _MEMORY)
     if amount <= 0:
         raise InvalidInput("memory", repr(text), "more than 0", 'or ask for "min"')
     return amount
-
-
-def size_text(count: int) -> str:
-    """Such as "1.50 GiB"."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if abs(count) >= UNITS[unit]:
-            return f"{count / UNITS[unit]:.2f} {unit}"
-    return f"{count} B"

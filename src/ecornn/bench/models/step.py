@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,15 +38,20 @@ class Step:
             self.model = task.make_model(size)
         self.model.train()
         self.run: Callable[..., Any] = self.model
-        generator = torch.Generator(device).manual_seed(seed + 1)
-        self.batch = task.make_batch(size, batch, generator)
+        # Nothing can be drawn on meta tensors; only the shapes of what is drawn elsewhere stay.
+        drawn_on = torch.device("cpu") if device.type == "meta" else device
+        generator = torch.Generator(drawn_on).manual_seed(seed + 1)
+        drawn = task.make_batch(size, batch, generator)
+        self.batch = tuple(tensor.to(device) for tensor in drawn)
         self.optimizer = make_optimizer(task, self.model, capturable=capturable)
 
     def clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+        # Not `enabled=`: on meta tensors autocast does not exist, even where it is off.
+        cast = torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+        with cast:
             found: Tensor = self.run(*self.batch)
         return found
 

@@ -16,7 +16,7 @@ from ecornn.echo.lean import layers
 from ecornn.echo.lean.alone import Loan
 from ecornn.echo.lean.cross_entropy import Call
 from ecornn.echo.lean.needs import missing
-from ecornn.echo.options import size_text
+from ecornn.sizes import size_text
 
 
 @dataclass

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ecornn.echo.options import Memory, size_text
+from ecornn.echo.options import Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.estimate import Estimate
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.plan.search import Found, Search
 from ecornn.errors import InvalidInput
+from ecornn.sizes import size_text
 
 #: Of the estimated time of both passes: what "auto" spends on recomputation at most.
 NEARLY_FREE = 0.02

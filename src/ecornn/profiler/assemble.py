@@ -1,0 +1,177 @@
+"""From what was collected to a `MemoryReport`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+
+from ecornn.profiler.allocator import Allocator, Reading, rounded
+from ecornn.profiler.collect import Collector
+from ecornn.profiler.model import TENSORS, Held, MemoryReport, Row, Timeline, largest_first, rows_of
+from ecornn.profiler.places import line_text
+from ecornn.profiler.storages import Record
+
+
+def assemble(collector: Collector, error: BaseException | None) -> MemoryReport:
+    device = collector.ledger.device
+    in_blocks = _in_blocks(device)
+    records = sorted(collector.ledger.records, key=lambda record: record.born)
+    held = tuple(_held(i, record, in_blocks=in_blocks) for i, record in enumerate(records))
+    length = len(collector.times) + 1
+    columns = {kind: _over_time(held, kind, length) for kind in TENSORS}
+    columns = {kind: column for kind, column in columns.items() if any(column)}
+    totals = [sum(column[time] for column in columns.values()) for time in range(length)]
+    allocator = collector.allocator
+    if in_blocks and allocator is None:
+        columns["rounding"] = _rounding_over_time(held, length)
+        totals = [total + columns["rounding"][time] for time, total in enumerate(totals)]
+    if allocator is None:
+        peak_time = max(range(length), key=totals.__getitem__)
+        rounding = columns["rounding"][peak_time] if in_blocks else 0
+        beyond = [Row("", "rounding", rounding, 0)] if rounding else []
+    else:
+        peak_time = allocator.at_peak.time
+        columns |= _allocator_columns(allocator, totals)
+        beyond = _allocator_rows(allocator, collector, columns)
+    timeline = Timeline(
+        phase=("before", *(phase for _, _, phase in collector.times)),
+        operator=("", *(operator for operator, _, _ in collector.times)),
+        module=("", *(module for _, module, _ in collector.times)),
+        bytes=columns,
+    )
+    return MemoryReport(
+        device=str(device),
+        peak_time=peak_time,
+        rows=tuple(largest_first([*rows_of(held, peak_time), *beyond])),
+        held=held,
+        timeline=timeline,
+        notes=tuple(_notes(collector)),
+        error=None if error is None else f"{type(error).__name__}: {error}",
+        environment=_environment(device),
+    )
+
+
+def kind_of(record: Record) -> str:
+    if record.role:
+        return record.role
+    return "feature maps" if record.kept_by else "workspace"
+
+
+def _held(number: int, record: Record, *, in_blocks: bool) -> Held:
+    return Held(
+        id=number,
+        bytes=record.bytes,
+        allocated_bytes=rounded(record.bytes) if in_blocks else record.bytes,
+        shape=record.shape,
+        dtype=str(record.dtype).removeprefix("torch."),
+        kind=kind_of(record),
+        module=record.module,
+        operator=record.operator,
+        line=line_text(record.line),
+        born=record.born,
+        freed=record.freed,
+        kept_by=tuple(record.kept_by),
+        why=_why(record),
+    )
+
+
+def _why(record: Record) -> str:
+    reasons = [record.role_text] if record.role_text else []
+    if record.kept_by:
+        first = record.kept_by[0]
+        more = f" and {len(record.kept_by) - 1} more" if len(record.kept_by) > 1 else ""
+        reasons.append(f"kept for the backward pass of {first}{more}")
+    if not reasons and record.born == 0:
+        reasons.append("was there before the step")
+    if not reasons and record.freed is None:
+        reasons.append("still held by the program when the step ended")
+    return "; ".join(reasons) or "held until its last reader is done"
+
+
+def _over_time(held: Sequence[Held], kind: str, length: int) -> tuple[int, ...]:
+    return _sums(((one, one.bytes) for one in held if one.kind == kind), length)
+
+
+def _rounding_over_time(held: Sequence[Held], length: int) -> tuple[int, ...]:
+    return _sums(((one, one.allocated_bytes - one.bytes) for one in held), length)
+
+
+def _sums(counts: Iterable[tuple[Held, int]], length: int) -> tuple[int, ...]:
+    """At each time, the counts of those alive."""
+    changes = [0] * (length + 1)
+    for one, count in counts:
+        changes[one.born] += count
+        if one.freed is not None:
+            changes[min(one.freed, length)] -= count
+    return tuple(accumulate(changes[:length]))
+
+
+def _allocator_columns(allocator: Allocator, totals: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Rounding and memory without a tensor; where there is no reading, as at the one before."""
+    rounding, rest = [0] * len(totals), [0] * len(totals)
+    by_time: dict[int, list[tuple[Reading, Reading]]] = {}
+    for before, reading in zip([None, *allocator.readings], allocator.readings, strict=False):
+        by_time.setdefault(reading.time, []).append((before or reading, reading))
+    last, persisting = allocator.readings[0], 0
+    for time, total in enumerate(totals):
+        found = by_time.get(time, [])
+        rest[time] = persisting
+        if found:
+            last = found[-1][1]
+            held = [now.peak if now.peak > before.current else now.current for before, now in found]
+            rest[time] = max(held) - total - last.rounding
+            persisting = last.current - total - last.rounding
+        rounding[time] = last.rounding
+    return {"rounding": tuple(rounding), "no tensor": tuple(rest)}
+
+
+def _allocator_rows(
+    allocator: Allocator, collector: Collector, columns: dict[str, tuple[int, ...]]
+) -> list[Row]:
+    peak: Reading = allocator.at_peak
+    time = peak.time
+    # What had no tensor before the step either, such as buffers of libraries, is nobody's.
+    before = max(0, min(columns["no tensor"][0], columns["no tensor"][time]))
+    module = collector.times[time - 1][1] if time else ""
+    inside = columns["no tensor"][time] - before
+    if not module:
+        before, inside = before + inside, 0
+    rows = [
+        Row("", "rounding", columns["rounding"][time], 0),
+        Row("", "no tensor", before, 0),
+        Row(module, "no tensor", inside, 0),
+        Row("", "reserved, unused", peak.reserved - peak.peak, 0),
+        Row("", "driver", allocator.driver_bytes(), 0),
+    ]
+    return [row for row in rows if row.bytes]
+
+
+def _notes(collector: Collector) -> list[str]:
+    notes = []
+    elsewhere = sorted(collector.ledger.elsewhere)
+    if elsewhere:
+        notes.append(f"tensors on {', '.join(elsewhere)} are not counted")
+    if collector.saw_compiled:
+        notes.append(
+            "operators inside compiled code are not seen where it was fused; what it keeps for the"
+            " backward pass is attributed to it as a whole"
+        )
+    if collector.graph.packed:
+        notes.append(
+            f"{collector.graph.packed} tensors were saved through the program's own hooks (such as"
+            " those of checkpoints): what these keep is counted, but not as kept for the backward"
+            " pass"
+        )
+    return notes
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    name = platform.machine() if device.type != "cuda" else torch.cuda.get_device_name(device)
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _in_blocks(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -1,0 +1,263 @@
+"""One step, observed operator by operator.
+
+`Collector` is a dispatch mode for the operators, and owns what else looks on: hooks on modules for
+the path, on parameters and optimizers for roles, autograd's graph for what is kept. All of it is
+there between `start` and `stop` alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ecornn.profiler.allocator import Allocator
+from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
+from ecornn.profiler.places import Calls, Line, Lines, generates_code, in_generated_code
+from ecornn.profiler.roles import Roles
+from ecornn.profiler.storages import Ledger, Record, parts
+
+#: Stands for an operator where a compiler's code is all there is to see.
+COMPILED = "compiled code"
+
+
+class Origin(NamedTuple):
+    """Who made a node of autograd's graph."""
+
+    module: str
+    operator: str
+    line: Line | None
+
+
+class Operator(NamedTuple):
+    name: str
+    #: Makes nothing but another look at what it is given: takes no time in the report.
+    only_views: bool
+    func: Any
+
+
+class Collector(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap what follows, which costs 2 µs an operator and the import of its
+        compiler; `made_for` has it done where a compiler is there to be kept out."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as it does without us; else torch would run its source instead."""
+        return True
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.ledger = Ledger(device)
+        self.graph = Graph(self._kept)
+        #: At each time from 1: operator, module, phase.
+        self.times: list[tuple[str, str, str]] = []
+        self.saw_backward = False
+        self.saw_compiled = False
+        self._lines = Lines()
+        #: By identity, which the values hold on to: an operator's own hash runs in Python.
+        self._operators: dict[int, Operator] = {}
+        self._origins: dict[int, Origin] = {}
+        self._roles = Roles(self.ledger, model, optimizers)
+        self._calls = Calls(model, self._roles.inputs)
+        self._running = self._calls.running
+        self._starts: Starts | None = None
+        #: The storages that were there before; weak, so that a new one at an address is told apart.
+        self._before: dict[int, weakref.ref[Any]] | None = None
+        #: Of the first node that the step makes.
+        self._first_number = next_number()
+        #: None also where tensors on a GPU are only simulated.
+        self.allocator = Allocator(device) if device.type == "cuda" and not is_fake(model) else None
+
+    def start(self) -> None:
+        self._starts = Starts(self._backward_starts)
+        self.__enter__()
+
+    @staticmethod
+    def made_for(
+        model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+    ) -> Collector:
+        kind = CollectorBesideCompiler if "torch._dynamo" in sys.modules else Collector
+        return kind(model, optimizers, device)
+
+    def see_others(self) -> None:
+        """Tensors that the step did not touch: on a GPU they are part of what the allocator counts,
+        on the CPU of nothing."""
+        for tensor in tensors_alive():
+            if tensor.device == self.ledger.device:
+                self.ledger.given(
+                    tensor, "other", "was there before the step, which did not read it"
+                )
+
+    def _backward_starts(self, roots: list[Any]) -> None:
+        self.saw_backward = True
+        self.graph.visit(roots)
+
+    def stop(self, *, failed: bool) -> None:
+        """Leave nothing behind, whatever state the step was left in."""
+        try:
+            self.__exit__(None, None, None)
+            if failed or not self.saw_backward:
+                self.graph.visit_what_is_alive(self._first_number)
+            self._roles.close()
+            if self.allocator is not None:
+                self.allocator.read(self.ledger.clock)
+            if self.ledger.device.type == "cuda" and self.allocator is not None:
+                self.see_others()
+        finally:
+            if self._starts is not None:
+                self._starts.close()
+            self._calls.close()
+            self._roles.unhook()
+            self.ledger.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        operator = self._operators.get(id(func)) or self._describe(func)
+        origin, phase = self._place(operator)
+        kwargs = kwargs or {}
+        if operator.only_views:
+            return func(*args, **kwargs)
+        ledger = self.ledger
+        ledger.clock += 1
+        self.times.append((operator.name, origin.module, phase))
+        # What was there before and is first read after the forward pass is no input: DDP's buckets.
+        role = "inputs" if phase == "forward" else "other"
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in (value,) if isinstance(value, Tensor) else _tensors((value,)):
+                if not ledger.knows(tensor):
+                    self._unknown(tensor, role, origin)
+        result = func(*args, **kwargs)
+        new: list[Record] = []
+        for tensor in (result,) if isinstance(result, Tensor) else _tensors((result,)):
+            new += ledger.made(tensor, origin.module, operator.name, origin.line)
+        if new and origin.line is None and phase != "backward":
+            line = self._lines.here()
+            for record in new:
+                record.line = line
+        if new and self.allocator is not None:
+            self.allocator.read(ledger.clock)
+        return result
+
+    def _unknown(self, tensor: Tensor, role: str, origin: Origin) -> None:
+        """An operator reads or writes what no operator made. It was there before the step, unless
+        compiled code made it, past the dispatcher."""
+        if tensor.device != self.ledger.device:
+            self.ledger.elsewhere.add(str(tensor.device))
+            return
+        node = tensor.grad_fn
+        of_this_step = node is not None and node._sequence_nr() >= self._first_number
+        if (of_this_step or in_generated_code()) and not self._was_before(tensor):
+            # Sparse tensors and subclasses come here as well, and are mostly known.
+            if self.ledger.made(tensor, origin.module, COMPILED, origin.line):
+                self.saw_compiled = True
+        else:
+            self.ledger.given(tensor, role)
+
+    def _was_before(self, tensor: Tensor) -> bool:
+        """Known only where it is asked: beside a compiler."""
+        if self._before is None:
+            return False
+        watches = [self._before.get(part.untyped_storage()._cdata) for part in parts(tensor)]
+        return any(watch is not None and watch() is not None for watch in watches)
+
+    def _describe(self, func: Any) -> Operator:
+        packet = getattr(func, "overloadpacket", func)
+        operator = Operator(str(packet), bool(getattr(func, "is_view", False)), func)
+        self._operators[id(func)] = operator
+        return operator
+
+    def _place(self, operator: Operator) -> tuple[Origin, str]:
+        """Whose operator it is. In the backward pass: of what it differentiates."""
+        node, running = running_node(), self._running
+        module = running[-1] if running else ""
+        learns = torch.is_grad_enabled()
+        # With gradients on, a module's call in the backward pass is a forward pass made again.
+        if node is not None and not (learns and running):
+            number = node._sequence_nr()
+            if not self.graph.visited(number):
+                self.graph.visit([node])
+            found = self._origins.get(number)
+            return found or Origin(module, operator.name, None), "backward"
+        # Lines cost a walk up the frames: where no node is made, only what is new needs one.
+        origin = Origin(module, operator.name, self._lines.here() if learns else None)
+        # The first operator with a number is the node's own; later ones made no node.
+        self._origins.setdefault(next_number() - 1, origin)
+        if node is not None:
+            return origin, "backward"
+        return origin, "optimizer" if self._roles.stepping and not running else "forward"
+
+    def _kept(self, node: Any, tensor: Tensor) -> None:
+        """`tensor` is kept for the backward pass of `node`."""
+        origin = self._origins.get(node._sequence_nr())
+        name = str(node.name())
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            operator = name.removesuffix("Backward")
+            if "CompiledFunction" in name:
+                operator, self.saw_compiled = COMPILED, True
+        else:
+            operator = origin.operator if origin is not None else name
+        module = origin.module if origin is not None else ""
+        text = f"{module}: {operator}" if module else operator
+        line = origin.line if origin is not None else None
+        # Unknown: kept since before the step, or made past the dispatcher.
+        if node._sequence_nr() < self._first_number:
+            self.ledger.given(tensor, role="")
+        elif self._was_before(tensor):
+            self.ledger.given(tensor)
+        else:
+            self.ledger.made(tensor, module, operator, line)
+        for record in self.ledger.records_of(tensor):
+            if text not in record.kept_by:
+                record.kept_by.append(text)
+
+
+class CollectorBesideCompiler(Collector):
+    """Where torch's compiler is loaded, it must not look into our own code, and what its code reads
+    and makes must be told apart by what was there before."""
+
+    def start(self) -> None:
+        if generates_code():
+            alive = [one for one in tensors_alive() if one.device == self.ledger.device]
+            storages = [part.untyped_storage() for tensor in alive for part in parts(tensor)]
+            self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
+        super().start()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def is_fake(model: nn.Module) -> bool:
+    return any(isinstance(one, FakeTensor) for one in (*model.parameters(), *model.buffers()))
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found

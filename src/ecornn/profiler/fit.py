@@ -1,0 +1,169 @@
+"""`fit`: the peak of batch sizes that were never run, and the largest that fits.
+
+Meta tensors have sizes and no memory: a step on them is observed at any batch size, exactly on what
+is tracked. On a real device a few small batches are observed and their lines drawn on; each is run
+only where its predicted peak is far below the budget.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ecornn.errors import InvalidInput
+from ecornn.profiler.collect import is_fake
+from ecornn.profiler.curve import Curve, curve_of, run_of
+from ecornn.profiler.session import device_of
+from ecornn.profiler.steps import read_step
+from ecornn.sizes import read_size, size_text
+
+#: Not 1, at which operators take other ways; the second tells the slope, more confirm it.
+SMALL = (2, 4, 8)
+#: Larger ones follow by doubling while the next is predicted to take at most this of the budget.
+SHARE = 0.25
+MOST_RUNS = 7
+MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer for one sequence length."""
+
+    device: str
+    #: "simulated": the answer was observed without memory. "drawn on": from smaller batches.
+    method: str
+    curve: Curve
+    memory: int | None
+    #: The largest batch whose peak is within `memory`; None if none is, or no budget was given.
+    largest: int | None
+    length: int | None
+    notes: tuple[str, ...]
+
+    def peak(self, batch: int) -> int:
+        """Predicted bytes, as the allocator counts them."""
+        return self.curve(batch)
+
+    @property
+    def observed(self) -> dict[int, int]:
+        """Peak bytes by batch size, of the steps that were observed."""
+        return {run.batch: run.peak_bytes for run in self.curve.runs}
+
+    def __str__(self) -> str:
+        length = "" if self.length is None else f", length {self.length}"
+        lines = [f"on {self.device}{length}, {self.method}"]
+        lines += [f"  batch {batch}: {size_text(peak)}" for batch, peak in self.observed.items()]
+        if self.memory is not None and self.largest is None:
+            lines.append(f"not even a batch of 1 fits {size_text(self.memory)}")
+        elif self.memory is not None and self.largest is not None:
+            peak = size_text(self.peak(self.largest))
+            lines.append(
+                f"the largest batch within {size_text(self.memory)}: {self.largest}, {peak}"
+            )
+        return "\n".join([*lines, *self.notes])
+
+
+def fit(
+    make_step: Callable[..., Any],
+    memory: str | int | None = None,
+    *,
+    length: int | None = None,
+    sizes: Sequence[int] | None = None,
+    most: int = MOST,
+) -> Fit:
+    """How the peak grows with the batch, and the largest batch within `memory` ("24GiB" or bytes).
+
+    `make_step(batch)`, or `make_step(batch, length)` where `length` is given, makes a training step
+    anew: `(step, model)`, `(step, model, optimizer)`, or a callable with these attributes. `sizes`:
+    the batches to observe, at least two; by default some small ones. `most` bounds the answer.
+    """
+    budget = _read_memory(memory)
+    if sizes is not None and (len(set(sizes)) < 2 or min(sizes) < 1):
+        raise InvalidInput("sizes", repr(sizes), "two different batch sizes or more", "give them")
+    observer = _Observer(make_step, length)
+    for batch in sorted(set(sizes or SMALL)):
+        observer.observe(batch)
+    if sizes is None and budget is not None and not observer.simulated:
+        observer.grow(budget)
+    largest = None if budget is None else observer.curve.largest_within(budget, most)
+    if budget is not None and observer.simulated:
+        largest = observer.confirmed(largest or 1, budget, most)
+    return observer.answer(budget, largest)
+
+
+class _Observer:
+    def __init__(self, make_step: Callable[..., Any], length: int | None) -> None:
+        self._make_step, self._length = make_step, length
+        self.runs: dict[int, Any] = {}
+        self.device, self.simulated = "", False
+        self._notes: dict[str, None] = {}
+
+    @property
+    def curve(self) -> Curve:
+        return curve_of(list(self.runs.values()))
+
+    def observe(self, batch: int) -> int:
+        """The peak at `batch`, whose step is made, run and given up again."""
+        if batch not in self.runs:
+            given = (batch,) if self._length is None else (batch, self._length)
+            made = read_step(self._make_step(*given))
+            device = device_of(made.model)
+            self.device = str(device)
+            self.simulated = device.type == "meta" or is_fake(made.model)
+            report = made.observed()
+            self._notes |= dict.fromkeys(report.notes)
+            self.runs[batch] = run_of(batch, report)
+            del made, report
+            if device.type == "cuda" and not self.simulated:
+                gc.collect()  # steps often refer to themselves, and an allocator counts what stays
+        return int(self.runs[batch].peak_bytes)
+
+    def grow(self, budget: int) -> None:
+        """Larger batches, as long as they stay far below the budget and the device's memory."""
+        free = budget
+        if torch.device(self.device).type == "cuda":
+            free = min(budget, torch.cuda.mem_get_info(self.device)[0])
+        batch = 2 * max(self.runs)
+        while len(self.runs) < MOST_RUNS and self.curve(batch) <= SHARE * free:
+            self.observe(batch)
+            batch *= 2
+
+    def confirmed(self, guess: int, budget: int, most: int) -> int | None:
+        """The largest that fits, seen to fit, the next one seen not to."""
+        fits, fails = 0, most + 1
+        while fails - fits > 1:
+            if self.observe(guess) <= budget:
+                fits = guess
+            else:
+                fails = guess
+            # Beside the guess first: lines are mostly exact. Then by halves.
+            beside = fits + 1 if fits == guess else fails - 1
+            guess = beside if beside not in self.runs else (fits + fails) // 2
+            guess = min(max(guess, fits + 1), fails - 1)
+        return fits or None
+
+    def answer(self, budget: int | None, largest: int | None) -> Fit:
+        curve = self.curve
+        notes = list(self._notes)
+        if not curve.same_operators:
+            notes.append(
+                "the operators differ between the two largest batches observed, so the prediction"
+                " is a line through their peaks alone"
+            )
+        if self.simulated:
+            notes.append("scratch inside operators is not seen without memory")
+        method = "simulated" if self.simulated else "drawn on from smaller batches"
+        return Fit(self.device, method, curve, budget, largest, self._length, tuple(notes))
+
+
+def _read_memory(memory: str | int | None) -> int | None:
+    expected = 'a size such as "24GiB", or bytes as an integer'
+    if memory is None:
+        return None
+    found = read_size("memory", memory, expected) if isinstance(memory, str) else memory
+    if type(found) is not int or found <= 0:
+        raise InvalidInput("memory", repr(memory), expected, "give one above 0")
+    return found

@@ -1,0 +1,133 @@
+"""What autograd keeps for the backward pass, read from its graph.
+
+The graph is only read: no hook packs or unpacks what is saved, so values, lifetimes and autograd's
+own check of tensors that were overwritten stay as they are.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_RAW = "_raw_saved_"
+_ENTRY = "_engine_run_backward"
+
+
+#: The node of the backward pass that runs on this thread, or None.
+running_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+#: The number the next node will get; during an operator's forward pass its own has one less.
+next_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+
+
+def missing() -> str | None:
+    """Which of torch's private functions is not there, if any."""
+    for owner, name in (
+        (torch._C, "_current_autograd_node"),
+        (torch._C._autograd, "_get_sequence_nr"),
+        (torch.autograd, _ENTRY),
+        (torch._C._autograd.SavedTensor, "data"),
+    ):
+        if not hasattr(owner, name):
+            return f"torch {torch.__version__} has no {name}"
+    return None
+
+
+class Starts:
+    """Tells from which results a backward pass starts, just before it does.
+
+    Some nodes (those of compiled code) give up what they saved before their first operator runs,
+    and autograd has no hook for its own start. So the function through which `Tensor.backward` and
+    `torch.autograd` call the engine is replaced meanwhile.
+    """
+
+    def __init__(self, tell: Callable[[list[Any]], None]) -> None:
+        engine: Callable[..., Any] = getattr(torch.autograd, _ENTRY)
+
+        def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            # A root is a tensor, or an edge: a node and the number of its result.
+            tell([getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs])
+            return engine(outputs, *args, **kwargs)
+
+        self._engine = engine
+        setattr(torch.autograd, _ENTRY, run)
+
+    def close(self) -> None:
+        setattr(torch.autograd, _ENTRY, self._engine)
+
+
+class Graph:
+    """Visits each node once, however often it is met."""
+
+    def __init__(self, tell: Callable[[Any, Tensor], None]) -> None:
+        self._tell = tell
+        self._visited: set[int] = set()
+        self._saved_names: dict[type, tuple[str, ...]] = {}
+        #: Saved tensors that a hook of the program has packed into something else.
+        self.packed = 0
+
+    def visit(self, roots: Iterable[Any]) -> None:
+        """Everything that `roots` lead to and that was not visited before."""
+        waiting, found = [node for node in roots if node is not None], []
+        while waiting:
+            node = waiting.pop()
+            number = node._sequence_nr()
+            if number in self._visited or _gathers(node):
+                continue
+            self._visited.add(number)
+            found.append((number, node))
+            waiting += [following for following, _ in node.next_functions if following is not None]
+        # In the order of the forward pass.
+        for _, node in sorted(found, key=lambda pair: pair[0]):
+            for tensor in self._saved(node):
+                self._tell(node, tensor)
+
+    def visited(self, number: int) -> bool:
+        return number in self._visited
+
+    def visit_what_is_alive(self, since: int) -> None:
+        """From every result that a node numbered `since` or later made: where no backward pass has
+        shown the graph's end."""
+        roots = [one.grad_fn for one in tensors_alive() if one.grad_fn is not None]
+        self.visit([node for node in roots if node._sequence_nr() >= since])
+
+    def _saved(self, node: Any) -> Iterator[Tensor]:
+        kind = type(node)
+        names = self._saved_names.get(kind)
+        if names is None:
+            names = tuple(name for name in dir(node) if name.startswith(_RAW))
+            self._saved_names[kind] = names
+        for name in names:
+            try:
+                found = getattr(node, name)
+            except RuntimeError:
+                continue  # given up already
+            for one in found if isinstance(found, tuple | list) else (found,):
+                yield from self._unpacked(one)
+        # Functions of the program may also keep tensors as attributes of their context.
+        for value in vars(node).values() if hasattr(node, "__dict__") else ():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(one, Tensor):
+                    yield one
+
+    def _unpacked(self, saved: Any) -> Iterator[Tensor]:
+        """Without the program's own unpacking, which may run a whole forward pass."""
+        found = saved.data if saved is not None else None
+        if isinstance(found, Tensor):
+            yield found
+        elif saved is not None and getattr(saved, "unpack_hook", None) is not None:
+            self.packed += 1
+
+
+def _gathers(node: Any) -> bool:
+    """AccumulateGrad: keeps nothing, and all of them share one number."""
+    return str(node.name()).endswith("AccumulateGrad")
+
+
+def tensors_alive() -> list[Tensor]:
+    """All that Python knows of."""
+    # Not by isinstance, which asks proxies and lazy objects for their class.
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]

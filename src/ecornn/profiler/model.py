@@ -1,0 +1,217 @@
+"""`MemoryReport`: where the memory of one step went, as values.
+
+Time is counted in operators. Time 0 is before the step; at time `t` the `t`-th operator runs. A
+storage is alive at the times `born` … `freed - 1`, or to the end where `freed` is None.
+
+How the rows add up. Every byte at `peak_time` stands in exactly one row:
+
+    peak_bytes    the sum of the rows whose kind is in `COUNTED`
+                  = the sum of `timeline.bytes[kind][peak_time]` over these kinds
+                  = for the kinds in `TENSORS`, the sum of `held.bytes` over what is alive then
+    device_bytes  the sum of all rows: also what the allocator has reserved and nobody uses, and
+                  what only the driver sees (its context, other processes)
+
+On the CPU and on meta tensors there is no allocator to ask: all rows are of `TENSORS`, and
+`peak_bytes` is exactly the storages' bytes. On CUDA `peak_bytes` is the allocator's own count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ecornn.errors import InvalidInput
+
+#: What a tensor is for. "weights" are parameters and buffers; "feature maps" are kept for the
+#: backward pass; "workspace" is anything else made during the step; "other" was there before it.
+TENSORS = (
+    "weights",
+    "gradients",
+    "optimizer state",
+    "feature maps",
+    "workspace",
+    "inputs",
+    "other",
+)
+#: What the allocator counts beside tensors: the rounding of each to its block, and memory without
+#: a tensor, such as scratch inside an operator. The latter is a difference, and negative where
+#: tensors lie in memory that the allocator does not count.
+ALLOCATOR = ("rounding", "no tensor")
+#: The kinds whose rows add up to `peak_bytes`.
+COUNTED = TENSORS + ALLOCATOR
+#: Beyond the allocator's count: reserved by it and unused, and all else on the device.
+BEYOND = ("reserved, unused", "driver")
+KINDS = COUNTED + BEYOND
+
+PHASES = ("before", "forward", "backward", "optimizer")
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """One storage, however many views of it there are."""
+
+    id: int
+    bytes: int
+    #: With the allocator's rounding; `bytes` where there is none.
+    allocated_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    #: Path of the module it belongs to, or in whose call it was made; "" outside of every module.
+    module: str
+    #: Such as "aten.addmm"; "" if it was there before the step.
+    operator: str
+    #: Innermost line outside of torch, "path/file.py:12 in forward"; "" if there was none.
+    line: str
+    born: int
+    freed: int | None
+    #: The operators, "module: operator", whose backward pass reads it.
+    kept_by: tuple[str, ...]
+    #: One sentence: why it is alive until then.
+    why: str
+
+    def alive_at(self, time: int) -> bool:
+        return self.born <= time and (self.freed is None or time < self.freed)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one module holds of one kind at the peak."""
+
+    module: str
+    kind: str
+    bytes: int
+    #: How many storages.
+    count: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Columns over time; all have the same length, `len(timeline)`."""
+
+    phase: tuple[str, ...]
+    operator: tuple[str, ...]
+    module: tuple[str, ...]
+    #: By kind, each of `COUNTED` that occurs.
+    bytes: Mapping[str, tuple[int, ...]]
+
+    def __len__(self) -> int:
+        return len(self.phase)
+
+    def total(self, time: int) -> int:
+        return sum(column[time] for column in self.bytes.values())
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    #: "cpu", "meta" or "cuda:0": tensors elsewhere are not counted, and a note says how much.
+    device: str
+    peak_time: int
+    #: Largest first.
+    rows: tuple[Row, ...]
+    #: Every storage of the step, in the order of their birth.
+    held: tuple[Held, ...]
+    timeline: Timeline
+    #: What cannot be seen or was decided, in sentences.
+    notes: tuple[str, ...] = ()
+    #: What the step raised, if it did; the report then ends there.
+    error: str | None = None
+    #: Name of the device, versions.
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(row.bytes for row in self.rows if row.kind in COUNTED)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    def at(self, time: int) -> tuple[Held, ...]:
+        """What is alive at `time`, largest first."""
+        alive = (held for held in self.held if held.alive_at(time))
+        return tuple(sorted(alive, key=lambda held: (-held.bytes, held.id)))
+
+    @property
+    def at_peak(self) -> tuple[Held, ...]:
+        return self.at(self.peak_time)
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak, in the order of `KINDS`, without those that do not occur."""
+        found = {kind: sum(r.bytes for r in self.rows if r.kind == kind) for kind in KINDS}
+        return {kind: count for kind, count in found.items() if count}
+
+    def by_module(self, depth: int | None = None) -> dict[str, int]:
+        """Bytes of `TENSORS` at the peak by module, largest first; `depth`: names of a path."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            if row.kind in TENSORS:
+                names = row.module.split(".")
+                path = row.module if depth is None else ".".join(names[:depth])
+                found[path] = found.get(path, 0) + row.bytes
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        from ecornn.profiler.render import as_text
+
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"MemoryReport({self.peak_bytes:,} bytes on {self.device}, {len(self.held)} storages)"
+        )
+
+    def to_html(self) -> str:
+        """A page of its own, without anything from elsewhere."""
+        from ecornn.profiler.render import to_html
+
+        return to_html(self)
+
+    def write(self, path: str | Path) -> None:
+        """To .html, .json, .csv, .trace.json, .png, .svg or .pdf: the suffix says which."""
+        from ecornn.profiler.render import write
+
+        write(self, Path(path))
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> MemoryReport:
+        told: dict[str, Any] = json.loads(text)
+        if told.pop("format", None) != FORMAT:
+            raise InvalidInput(
+                "text", "something else", f"a report of format {FORMAT}", "profile the step again"
+            )
+        timeline = told.pop("timeline")
+        columns = {kind: tuple(column) for kind, column in timeline.pop("bytes").items()}
+        texts = {name: tuple(column) for name, column in timeline.items()}
+        held = [
+            Held(**{**one, "shape": tuple(one["shape"]), "kept_by": tuple(one["kept_by"])})
+            for one in told.pop("held")
+        ]
+        return cls(
+            rows=tuple(Row(**row) for row in told.pop("rows")),
+            held=tuple(held),
+            timeline=Timeline(**texts, bytes=columns),
+            notes=tuple(told.pop("notes")),
+            **told,
+        )
+
+
+def rows_of(held: Sequence[Held], time: int) -> list[Row]:
+    """What is alive at `time`, by module and kind, largest first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for one in held:
+        if one.alive_at(time) and one.bytes:
+            found.setdefault((one.module, one.kind), []).append(one.bytes)
+    rows = [Row(module, kind, sum(sizes), len(sizes)) for (module, kind), sizes in found.items()]
+    return largest_first(rows)
+
+
+def largest_first(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (-row.bytes, KINDS.index(row.kind), row.module))

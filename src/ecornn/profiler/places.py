@@ -1,0 +1,134 @@
+"""Where the program is: the module whose call is running, and the line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterable
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType, GeneratorType
+from typing import Any
+
+import torch
+from torch import nn
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_PROFILER = str(Path(__file__).parent) + "/"
+Line = tuple[CodeType, int]
+
+
+class Lines:
+    """The innermost line outside of torch and of the profiler."""
+
+    def __init__(self) -> None:
+        self._passed_over: dict[CodeType, bool] = {}
+
+    def here(self) -> Line | None:
+        frame: FrameType | None = sys._getframe(1)
+        passed_over = self._passed_over
+        while frame is not None:
+            code = frame.f_code
+            skip = passed_over.get(code)
+            if skip is None:
+                name = code.co_filename
+                skip = name.startswith((_TORCH, _PROFILER, "<eval_with_key>", "<frozen"))
+                passed_over[code] = skip
+            if not skip:
+                return code, frame.f_lineno
+            frame = frame.f_back
+        return None
+
+
+def generates_code() -> bool:
+    """Whether inductor may have written code that runs here."""
+    return "torch._inductor.codecache" in sys.modules
+
+
+def in_generated_code() -> bool:
+    """Whether the innermost code outside of torch was written by inductor."""
+    if not generates_code():
+        return False
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    line = Lines().here()
+    return line is not None and line[0].co_filename.startswith(cache_dir())
+
+
+def line_text(line: Line | None) -> str:
+    """Such as "package/model.py:12 in forward", from the folder that the file was imported from."""
+    if line is None:
+        return ""
+    code, number = line
+    return f"{_short(code.co_filename, tuple(sys.path))}:{number} in {code.co_name}"
+
+
+@cache
+def _short(name: str, folders: tuple[str, ...]) -> str:
+    roots = [root.rstrip("/") + "/" for root in (str(Path.cwd()), *folders) if root]
+    return name[len(max((root for root in roots if name.startswith(root)), key=len, default="")) :]
+
+
+class Calls:
+    """The paths of the modules whose forward is running, innermost last.
+
+    A module may be called twice, inside itself, or raise: each call takes off what it put on.
+    Inside compiled code the hooks do nothing: what a compiler traces now would stay in its code.
+    """
+
+    def __init__(self, model: nn.Module, entered: Callable[[Iterable[Any]], None]) -> None:
+        """`entered` is told what a module is called with while no other one is running."""
+        self._entered = entered
+        #: Read by the collector at every operator.
+        self.running: list[str] = []
+        self._handles: list[Any] = []
+        for path, module in model.named_modules():
+            self._watch(module, path)
+
+    def _watch(self, module: nn.Module, path: str) -> None:
+        def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if not self.running:
+                self._entered([*args, *kwargs.values()])
+            self.running.append(path)
+
+        def after(_module: nn.Module, _given: Any, result: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return None
+            self._leave(path)
+            # What a generator does, it does in the module that made it.
+            return self._resumed(path, result) if isinstance(result, GeneratorType) else None
+
+        self._handles.append(
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        )
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _leave(self, path: str) -> None:
+        # Above it may lie calls that were left by an exception inside a hook.
+        while self.running and self.running.pop() != path:
+            pass
+
+    def _resumed(self, path: str, inner: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """`inner`, each of its pieces run as part of the module."""
+        resume, given = inner.send, None
+        while True:
+            self.running.append(path)
+            try:
+                item = resume(given)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._leave(path)
+            try:
+                resume, given = inner.send, (yield item)
+            except GeneratorExit:
+                inner.close()
+                raise
+            except BaseException as error:
+                resume, given = inner.throw, error
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,131 @@
+"""Which tensors are weights, gradients and optimizer state, and whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ecornn.profiler.storages import Ledger
+
+OUTSIDE = "a parameter outside of the model"
+#: A storage that has two roles is counted under the first.
+ORDER = ("weights", "optimizer state", "gradients", "inputs", "other", "")
+
+
+class Roles:
+    """Looks at the model and at every optimizer that is given or takes a step meanwhile."""
+
+    def __init__(self, ledger: Ledger, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._ledger, self._model = ledger, model
+        self._optimizers: list[Optimizer] = []
+        #: How many optimizers are inside `step`.
+        self.stepping = 0
+        self.names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
+        self._weights(before=True)
+        for optimizer in optimizers:
+            self._add(optimizer, before=True)
+        self._handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        for parameter in self._parameters():
+            self._watch(parameter)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        seen: set[int] = set()
+        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
+        for parameter in [*self._model.parameters(), *(one for group in groups for one in group)]:
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+    def _watch(self, parameter: Tensor) -> None:
+        if parameter.requires_grad and parameter.is_leaf:
+            hook: Callable[[Tensor], None] = self._gradient
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _weights(self, *, before: bool = False) -> None:
+        for name, parameter in self._model.named_parameters():
+            self._mark(parameter, "weights", f"the parameter {name}", _owner(name), before=before)
+            self._gradient(parameter, before=before)
+        for name, buffer in self._model.named_buffers():
+            self._mark(buffer, "weights", f"the buffer {name}", _owner(name), before=before)
+
+    def _gradient(self, parameter: Tensor, *, before: bool = False) -> None:
+        if parameter.grad is not None:
+            name = self.names.get(id(parameter), OUTSIDE)
+            path, text = self._path(parameter), f"the gradient of {name}"
+            self._mark(parameter.grad, "gradients", text, path, before=before)
+
+    def _path(self, parameter: Tensor) -> str:
+        return _owner(self.names.get(id(parameter), ""))
+
+    def _add(self, optimizer: Optimizer, *, before: bool = False) -> None:
+        if not any(one is optimizer for one in self._optimizers):
+            self._optimizers.append(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self.names:
+                    self._mark(parameter, "weights", OUTSIDE, "", before=before)
+                self._gradient(parameter, before=before)
+                self._state(parameter, optimizer.state.get(parameter, {}), before=before)
+
+    def _state(self, parameter: Tensor, state: Any, *, before: bool) -> None:
+        name = self.names.get(id(parameter), OUTSIDE)
+        for key, value in state.items():
+            for one in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(one, Tensor):
+                    path, text = self._path(parameter), f"{key} of {name}"
+                    self._mark(one, "optimizer state", text, path, before=before)
+
+    def _mark(
+        self, tensor: Tensor, role: str, text: str, module: str, *, before: bool = False
+    ) -> None:
+        """`before`: if nobody has seen it yet, it was there before the step."""
+        if before:
+            self._ledger.given(tensor, role, text, module)
+        else:
+            self._ledger.made(tensor, module, "", None)
+        for record in self._ledger.records_of(tensor):
+            # Tied weights stand under their first name.
+            if ORDER.index(role) < ORDER.index(record.role) or not record.role_text:
+                record.role, record.role_text, record.module = role, text, module
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not any(one is optimizer for one in self._optimizers):
+            self._add(optimizer, before=True)
+        self.stepping += 1
+
+    def _after_step(self, *_: Any) -> None:
+        self.stepping -= 1
+
+    def inputs(self, tensors: Iterable[Any]) -> None:
+        """What is handed to the model from outside."""
+        for tensor in tensors:
+            # What an operator with a derivative made is no input.
+            if isinstance(tensor, Tensor) and tensor.grad_fn is None:
+                for record in self._ledger.records_of(tensor):
+                    if not record.role and not record.module:
+                        record.role, record.role_text = "inputs", "handed to the model"
+
+    def close(self) -> None:
+        """Once more: weights may have been replaced, and state made."""
+        self._weights()
+        for optimizer in self._optimizers:
+            self._add(optimizer)
+
+    def unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,131 @@
+"""`profile`: the public way in, as a call and as a context manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import GeneratorType, TracebackType
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ecornn.errors import EcornnError, InvalidInput
+from ecornn.profiler.assemble import assemble
+from ecornn.profiler.collect import Collector
+from ecornn.profiler.kept import missing
+from ecornn.profiler.model import MemoryReport
+
+DEVICES = ("cpu", "cuda", "meta")
+
+
+class Profile:
+    """Observes what runs inside `with`; `report` is there afterwards, also if that raised.
+
+    What was raised goes on unchanged, with the report as its attribute `memory_report`.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._collector: Collector | None = None
+        self._report: MemoryReport | None = None
+
+    @property
+    def report(self) -> MemoryReport:
+        if self._report is None:
+            raise NotObserved("the report is made when the observed block ends; read it after that")
+        return self._report
+
+    def __enter__(self) -> Profile:
+        if self._collector is not None:
+            raise NotObserved("this profile has been used; make another one with profile(…)")
+        device = device_of(self._model)
+        self._collector = Collector.made_for(self._model, self._optimizers, device)
+        self._collector.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._collector is not None
+        self._collector.stop(failed=error is not None)
+        self._report = assemble(self._collector, error)
+        if error is not None:
+            error.memory_report = self._report  # type: ignore[attr-defined]
+
+
+class NotObserved(EcornnError, RuntimeError):
+    """A report was asked for where there is none."""
+
+
+@overload
+def profile(
+    step: Callable[[], Any],
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+) -> MemoryReport: ...
+
+
+@overload
+def profile(
+    step: None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+) -> Profile: ...
+
+
+def profile(
+    step: Callable[[], Any] | None = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+) -> MemoryReport | Profile:
+    """Where the memory of one step goes.
+
+    `step()` is called once; or, without it, `with profile(model=model) as observed:` observes the
+    block and `observed.report` tells. A step that is a generator is run to its end. `optimizer`:
+    one or several; those that take a step meanwhile are found without it, but what they hold
+    before that is then known only from there on.
+    """
+    _check(step, model)
+    assert model is not None
+    if optimizer is None:
+        optimizers: tuple[Optimizer, ...] = ()
+    else:
+        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    profiled = Profile(model, optimizers)
+    if step is None:
+        return profiled
+    with profiled:
+        result = step()
+        if isinstance(result, GeneratorType):
+            for _ in result:
+                pass
+        # The loss is the step's, and given up with it.
+        del result
+    return profiled.report
+
+
+def _check(step: Any, model: Any) -> None:
+    if step is not None and not callable(step):
+        raise InvalidInput("step", repr(type(step)), "a function without arguments", "pass one")
+    if not isinstance(model, nn.Module):
+        remedy = "pass the module whose layers are to be told apart"
+        raise InvalidInput("model", repr(type(model)), "a torch.nn.Module", remedy)
+    reason = missing()
+    if reason is not None:
+        raise InvalidInput("step", reason, "torch 2.11 or newer", "install a supported version")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The one that holds most of the model."""
+    found: dict[torch.device, int] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        found[tensor.device] = found.get(tensor.device, 0) + max(tensor.nbytes, 1)
+    device = max(found, key=lambda one: found[one]) if found else torch.get_default_device()
+    if device.type not in DEVICES:
+        remedy = "move the model"
+        raise InvalidInput("model", f"weights on {device}", f"one of {', '.join(DEVICES)}", remedy)
+    return device

@@ -1,0 +1,49 @@
+"""What a `make_step` returns, read in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ecornn.errors import InvalidInput
+from ecornn.profiler.model import MemoryReport
+from ecornn.profiler.session import profile
+
+_EXPECTED = "(step, model), (step, model, optimizer), or a callable with `model` and `optimizer`"
+
+
+@dataclass(frozen=True)
+class Made:
+    step: Callable[[], Any]
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+
+    def observed(self, warm_up: int = 1) -> MemoryReport:
+        """`warm_up` steps come first: the optimizer then has its state, and code is compiled."""
+        for _ in range(warm_up):
+            self.step()
+        return profile(self.step, self.model, self.optimizers)
+
+
+def read_step(made: Any) -> Made:
+    parts = made if isinstance(made, tuple) else (made, getattr(made, "model", None), None)
+    if len(parts) == 2:
+        parts = (*parts, None)
+    if not isinstance(made, tuple):
+        parts = (*parts[:2], getattr(made, "optimizer", None))
+    if len(parts) != 3 or not callable(parts[0]) or not isinstance(parts[1], nn.Module):
+        told = type(made).__name__
+        if isinstance(made, tuple):
+            told = f"({', '.join(type(one).__name__ for one in made)})"
+        raise InvalidInput(
+            "make_step", f"one that returns {told}", _EXPECTED, "return one of these"
+        )
+    step, model, optimizer = parts
+    if optimizer is None:
+        return Made(step, model, ())
+    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    return Made(step, model, optimizers)

@@ -1,0 +1,152 @@
+"""Every storage of a step, from its birth to its death, watched without holding it.
+
+A storage's Python object lives exactly as long as the storage, so a weak reference to it tells
+when its memory is given up. Tensors are never referred to, and no lifetime changes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that have a storage: itself, or those a sparse tensor or subclass is made of."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return (tensor,)
+    return tuple(_inner(tensor))
+
+
+def _inner(tensor: Tensor) -> Iterator[Tensor]:
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in _COMPRESSED:
+        yield from (getattr(tensor, name)() for name in _COMPRESSED[tensor.layout])
+        yield tensor.values()
+
+
+@dataclass(slots=True)
+class Record:
+    """What will become a `Held`."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    module: str
+    operator: str
+    line: tuple[Any, int] | None
+    born: int
+    freed: int | None = None
+    #: Weights, gradients, optimizer state or inputs, once that is known.
+    role: str = ""
+    role_text: str = ""
+    kept_by: list[str] = field(default_factory=list)
+
+
+class _Watch(weakref.ref[Any]):
+    __slots__ = ("key", "record")
+    key: int
+    record: Record
+
+
+class Ledger:
+    """The storages of one device. `clock` is the time of the operator that runs, or ran last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.clock = 0
+        self.records: list[Record] = []
+        #: By address, which is that of one storage as long as it lives.
+        self._alive: dict[int, _Watch] = {}
+        #: Devices of the tensors that are not counted.
+        self.elsewhere: set[str] = set()
+
+    def knows(self, tensor: Tensor) -> bool:
+        """A plain tensor that was seen before, as most are."""
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        return plain and tensor.untyped_storage()._cdata in self._alive
+
+    def find(self, tensor: Tensor) -> Record | None:
+        """Of a tensor with a storage."""
+        watch = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if watch is None else watch.record
+
+    def records_of(self, tensor: Tensor) -> Iterator[Record]:
+        for part in parts(tensor):
+            record = self.find(part) if part.device == self.device else None
+            if record is not None:
+                yield record
+
+    def given(self, tensor: Tensor, role: str = "inputs", text: str = "", module: str = "") -> None:
+        """A tensor that an operator reads, or the program has: if unknown, it was there before."""
+        if self.knows(tensor):
+            return
+        for part in parts(tensor):
+            if part.device != self.device:
+                self.elsewhere.add(str(part.device))
+            elif part.untyped_storage()._cdata not in self._alive:
+                record = self._open(part, module, "", None, born=0)
+                if record is not None:
+                    record.role, record.role_text = role, text
+
+    def made(
+        self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None
+    ) -> list[Record]:
+        """A tensor that an operator has returned. The records of those storages that are new."""
+        new = []
+        for part in parts(tensor):
+            storage = part.untyped_storage()
+            watch = self._alive.get(storage._cdata)
+            if watch is not None:
+                if watch.record.bytes == storage.nbytes():
+                    continue
+                self._died(watch)  # resized: for the report another one
+            if part.device != self.device:
+                self.elsewhere.add(str(part.device))
+                continue
+            record = self._open(part, module, operator, line, self.clock)
+            if record is not None:
+                new.append(record)
+        return new
+
+    def _open(
+        self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None, born: int
+    ) -> Record | None:
+        storage = tensor.untyped_storage()
+        count = storage.nbytes()
+        if not count:
+            return None  # holds nothing; comes again once something is written to it
+        record = Record(count, tuple(tensor.shape), tensor.dtype, module, operator, line, born)
+        watch = _Watch(storage, self._died)
+        watch.key, watch.record = storage._cdata, record
+        self._alive[watch.key] = watch
+        self.records.append(record)
+        return record
+
+    def _died(self, watch: _Watch) -> None:
+        watch.record.freed = self.clock + 1
+        if self._alive.get(watch.key) is watch:
+            del self._alive[watch.key]
+
+    def close(self) -> None:
+        """What is alive now stays so in the report."""
+        self._alive.clear()

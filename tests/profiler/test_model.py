@@ -1,0 +1,41 @@
+"""The report as a value: its sums, and the way to JSON and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from ecornn.errors import InvalidInput
+from ecornn.profiler.model import COUNTED, TENSORS, MemoryReport, rows_of
+from support.memory_reports import made_by_hand
+
+
+def test_the_rows_add_up() -> None:
+    report = made_by_hand()
+    assert report.peak_bytes == report.timeline.total(report.peak_time) == 11264
+    assert report.peak_bytes == max(map(report.timeline.total, range(len(report.timeline))))
+    assert report.device_bytes == report.peak_bytes + 8192 + 65536
+    of_tensors = [row for row in report.rows if row.kind in TENSORS]
+    assert of_tensors == rows_of(report.held, report.peak_time)
+    for time in range(len(report.timeline)):
+        for kind in TENSORS:
+            alive = sum(one.bytes for one in report.at(time) if one.kind == kind)
+            assert alive == report.timeline.bytes.get(kind, [0] * 6)[time], (time, kind)
+        rounding = sum(one.allocated_bytes - one.bytes for one in report.at(time))
+        assert rounding == report.timeline.bytes["rounding"][time]
+    assert set(report.timeline.bytes) <= set(COUNTED)
+
+
+def test_bytes_by_kind_and_by_module() -> None:
+    report = made_by_hand()
+    assert report.by_kind()["feature maps"] == 6000
+    assert report.by_module() == {
+        "encoder": 6000, "decoder.attention": 2300, "": 512
+    }  # fmt: skip
+    assert report.by_module(depth=1)["decoder"] == 2300
+
+
+def test_json_and_back() -> None:
+    report = made_by_hand()
+    assert MemoryReport.from_json(report.to_json()) == report
+    with pytest.raises(InvalidInput, match="profile the step again"):
+        MemoryReport.from_json("{}")
