@@ -86,8 +86,9 @@ def test_the_report_of_a_step_that_ran_out_of_memory() -> None:
     step = ready("nmt", 4)
 
     def too_large() -> None:
-        step.loss()
+        loss = step.loss()
         torch.empty(2**50, dtype=torch.int8, device="cuda")
+        loss.backward()
 
     with pytest.raises(torch.OutOfMemoryError) as raised:
         profile(too_large, step.model, step.optimizer)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import ecornn
 from ecornn.bench.models.step import Step, make_step
 from ecornn.profiler import MemoryReport, profile
 from ecornn.profiler.model import TENSORS, Held, rows_of
@@ -285,6 +286,26 @@ def test_functions_of_the_program() -> None:
         ("0.linear", "aten.addmm", ("0: Cube",)),
         ("0", "aten.mul", ("0: Cube",)),
     ]
+
+
+def test_functional_transforms_and_layers_of_this_package() -> None:
+    layer, x = ecornn.LSTM(4, 8), torch.randn(5, 2, 4)
+
+    def step() -> None:
+        layer(x)[0].sum().backward()
+
+    kept = of_kind(observed(layer, step), "feature maps")
+    assert {one.line.split(" in ")[1] for one in kept} == {"step"}
+
+    model = nn.Linear(4, 1)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(given: dict[str, Tensor], one: Tensor) -> Tensor:
+        return torch.func.functional_call(model, given, (one,)).sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    report = observed(model, lambda: each(weights, torch.randn(6, 4)))
+    assert bytes_of(report, "weights") == 20
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ecornn.profiler.storages import within_reach
+
 _RAW = "_raw_saved_"
 _ENTRY = "_engine_run_backward"
 
@@ -82,7 +84,7 @@ class Graph:
             waiting += [following for following, _ in node.next_functions if following is not None]
         # In the order of the forward pass.
         for _, node in sorted(found, key=lambda pair: pair[0]):
-            for tensor in self._saved(node):
+            for tensor in filter(within_reach, self._saved(node)):
                 self._tell(node, tensor)
 
     def visited(self, number: int) -> bool:
@@ -130,4 +132,5 @@ def _gathers(node: Any) -> bool:
 def tensors_alive() -> list[Tensor]:
     """All that Python knows of."""
     # Not by isinstance, which asks proxies and lazy objects for their class.
-    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return [one for one in found if within_reach(one)]

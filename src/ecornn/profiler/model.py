@@ -61,7 +61,8 @@ class Held:
     shape: tuple[int, ...]
     dtype: str
     kind: str
-    #: Path of the module it belongs to, or in whose call it was made; "" outside of every module.
+    #: Path of the module it belongs to, or in whose call it was made; "" is the model itself, and
+    #: everything outside of it.
     module: str
     #: Such as "aten.addmm"; "" if it was there before the step.
     operator: str

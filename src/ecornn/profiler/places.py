@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
-_PROFILER = str(Path(__file__).parent) + "/"
+#: Layers of this package are passed over as those of torch.nn are; its models and recipes not.
+_ROOMS = ("profiler", "nn", "ops", "backends", "kernels", "planner", "echo")
+_OURS = tuple(f"{Path(__file__).parents[1] / room}/" for room in _ROOMS)
 Line = tuple[CodeType, int]
 
 
 class Lines:
-    """The innermost line outside of torch and of the profiler."""
+    """The innermost line outside of torch and of this package's layers."""
 
     def __init__(self) -> None:
         self._passed_over: dict[CodeType, bool] = {}
@@ -31,7 +33,7 @@ class Lines:
             skip = passed_over.get(code)
             if skip is None:
                 name = code.co_filename
-                skip = name.startswith((_TORCH, _PROFILER, "<eval_with_key>", "<frozen"))
+                skip = name.startswith((_TORCH, *_OURS, "<eval_with_key>", "<frozen"))
                 passed_over[code] = skip
             if not skip:
                 return code, frame.f_lineno

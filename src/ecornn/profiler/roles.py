@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ecornn.profiler.storages import Ledger
+from ecornn.profiler.storages import Ledger, within_reach
 
 OUTSIDE = "a parameter outside of the model"
 #: A storage that has two roles is counted under the first.
@@ -89,6 +89,8 @@ class Roles:
         self, tensor: Tensor, role: str, text: str, module: str, *, before: bool = False
     ) -> None:
         """`before`: if nobody has seen it yet, it was there before the step."""
+        if not within_reach(tensor):
+            return
         if before:
             self._ledger.given(tensor, role, text, module)
         else:
@@ -110,7 +112,8 @@ class Roles:
         """What is handed to the model from outside."""
         for tensor in tensors:
             # What an operator with a derivative made is no input.
-            if isinstance(tensor, Tensor) and tensor.grad_fn is None:
+            made_here = isinstance(tensor, Tensor) and tensor.grad_fn is not None
+            if isinstance(tensor, Tensor) and not made_here and within_reach(tensor):
                 for record in self._ledger.records_of(tensor):
                     if not record.role and not record.module:
                         record.role, record.role_text = "inputs", "handed to the model"

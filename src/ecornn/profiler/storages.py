@@ -31,6 +31,14 @@ def parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(_inner(tensor))
 
 
+def within_reach(tensor: Tensor) -> bool:
+    """False for the wrappers of torch.func, whose tensors only the dispatcher sees."""
+    try:
+        return not parts(tensor) or parts(tensor)[0].untyped_storage() is not None
+    except NotImplementedError:
+        return False
+
+
 def _inner(tensor: Tensor) -> Iterator[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
