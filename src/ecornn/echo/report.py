@@ -137,7 +137,6 @@ def _of_operators(decision: Decision) -> Foretold:
 
     theirs = (*passes.graph.inputs, *passes.graph.constants)
     inputs = held(i for i in theirs if i not in passes.backward)
-    between = held(_of_split(decision)[0])
     results = held(passes.graph.outputs[: passes.forward_outputs]) - inputs
     gradients = held(passes.graph.outputs[passes.forward_outputs :]) - inputs - results
     count = partial(_bytes, storages)
@@ -147,8 +146,7 @@ def _of_operators(decision: Decision) -> Foretold:
         results=count(results),
         kept=found.kept_bytes,
         source="operators one by one",
-        # the simulated pass starts from what goes between; what it does not see is there as well
-        backward=found.backward_peak - count(between & inputs) + count(results - between),
+        backward=found.backward_peak - count(inputs),
         gradients=count(gradients),
     )
 
