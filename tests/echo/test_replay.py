@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 import ecornn
 from ecornn.bench.training.memory import allocated_peak, storage_bytes
 from ecornn.echo.graph import NotUnderstood
-from ecornn.echo.inductor import Watched
+from ecornn.echo.inductor import OverBudget, Watched
 from ecornn.echo.options import AUTO
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import GraphReport
@@ -154,3 +155,25 @@ def test_what_is_not_foretold_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert report.predicted_peak_bytes is None
     assert report.not_foretold is not None
     assert "does not show its Python code" in report.not_foretold
+
+
+DOUBLED = """
+def call(args):
+    primals_1, = args
+    args.clear()
+    buf0 = empty_strided_cuda((3, 4), (4, 1), torch.float32)
+    return (buf0, )
+"""
+
+
+def test_a_budget_that_is_not_met_after_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two results of 512 bytes beside an input, where 1,024 bytes were to be enough."""
+    report = GraphReport("graph", "inductor", "asked for", AUTO, limit_bytes=1024)
+    code = SimpleNamespace(source_code=DOUBLED, constants={})
+    monkeypatch.setattr("ecornn.echo.inductor.compile_fx_inner", lambda *_, **__: code)
+    run, inputs = Watched(report, lambda: 1), on_cuda((3, 4))
+    run(None, inputs)  # type: ignore[arg-type]
+    assert report.not_foretold == "the backward pass is not compiled yet"
+    with pytest.warns(OverBudget, match="2,048 bytes are predicted, 1,024 were asked for"):
+        run(None, inputs, is_backward=True)  # type: ignore[arg-type]
+    assert report.predicted_peak_bytes == 2048

@@ -160,7 +160,8 @@ def _peaks(graph: GraphReport, chosen: Choice, before: Choice) -> list[str]:
     planned = f"peak estimated for the plan: {peaks}"
     if (found := graph.predicted_peak_bytes) is None:
         return [f"predicted peak: not known, {graph.not_foretold}", planned]
-    return [f"predicted peak: {size_text(found)}, from inductor's code", planned]
+    over = [] if graph.over_budget is None else [graph.over_budget]
+    return [f"predicted peak: {size_text(found)}, from inductor's code", planned, *over]
 
 
 def _refused(graph: GraphReport) -> list[str]:

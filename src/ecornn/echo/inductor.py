@@ -3,6 +3,7 @@ imported when inductor is used."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,10 @@ class EchoPartitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None, self.key)
+
+
+class OverBudget(UserWarning):
+    """Inductor's code holds more than was asked for: plans are chosen by an estimate of it."""
 
 
 class Watched:
@@ -96,6 +101,8 @@ class Watched:
         )
         self.told.not_foretold = None
         self._results = []
+        if (over := self.told.over_budget) is not None:
+            warnings.warn(f"{self.told.name}: {over}", OverBudget, stacklevel=2)
 
 
 def _code_of(compiled: Any) -> Code:

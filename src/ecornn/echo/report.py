@@ -88,6 +88,17 @@ class GraphReport:
             return None
         return self.foretold.peak(self.calls)
 
+    @property
+    def over_budget(self) -> str | None:
+        """That a budget in bytes is not met after all, in a sentence."""
+        found, limit = self.predicted_peak_bytes, self.limit_bytes
+        if found is None or limit is None or found <= limit:
+            return None
+        more = f"{found:,} bytes are predicted, {limit:,} were asked for"
+        return (
+            f"{more}; ask for {limit - (found - limit):,} to come nearer, or take a smaller batch"
+        )
+
     def decided(self, joint: fx.GraphModule, decision: Decision) -> None:
         calls = decision.request.calls
         self.calls, self.fallback = calls, decision.fallback
