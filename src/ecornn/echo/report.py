@@ -157,7 +157,7 @@ def _of_operators(decision: Decision) -> Foretold:
         results=count(results),
         kept=found.kept_bytes,
         source="operators one by one",
-        backward=found.backward_peak - count(inputs),
+        backward=found.backward_peak + found.beside - count(inputs),
         gradients=count(gradients),
     )
 

@@ -34,11 +34,15 @@ class Estimate:
     backward_peak: int
     kept_bytes: int  # between the passes, beside the graph's inputs and results
     seconds_added: float  # to what both passes take when all is kept
+    #: Inputs and results of the forward pass that the backward pass does not read.
+    beside: int = 0
 
     def peak(self, calls: int = 1) -> int:
         """When the forward pass is called so many times before the backward passes run: what the
-        earlier calls keep is there at the last one."""
-        return (calls - 1) * self.kept_bytes + max(self.forward_peak, self.backward_peak)
+        earlier calls keep is there at the last one. Of one call, the caller holds inputs and
+        results whether they are read again or not; of many, those that are not may be gone."""
+        backward = self.backward_peak + (self.beside if calls == 1 else 0)
+        return (calls - 1) * self.kept_bytes + max(self.forward_peak, backward)
 
 
 def estimate(passes: Passes, plan: Plan, prices: Prices) -> Estimate:
@@ -89,9 +93,10 @@ class Estimates:
         held = [place for place, i in enumerate(arriving) if i in inputs]
         return Estimate(
             forward_peak,
-            _peak(passes, backward, held, prices) + _there_beside(passes, between),
+            _peak(passes, backward, held, prices),
             passes.bytes_of(frozenset(between)),
             forward_seconds + prices.of(backward) - prices.step_seconds,
+            _there_beside(passes, between),
         )
 
 
@@ -102,8 +107,7 @@ def _peak(passes: Passes, program: Program, held: Collection[int], prices: Price
 
 
 def _there_beside(passes: Passes, between: Collection[int]) -> int:
-    """Inputs and results of the forward pass that the backward pass does not see: the caller holds
-    them all the same."""
+    """Inputs and results of the forward pass that the backward pass does not see."""
     operations = passes.graph.operations
     seen = {s for i in between for s in operations[i].holds}
     theirs = (i for i in passes.graph.inputs if i not in passes.backward)
