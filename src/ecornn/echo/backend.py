@@ -43,7 +43,11 @@ class EchoBackend:
         self.report.add(told)
         partitioner = _Partition(self, told)
         generate = _inductor if codegen == "inductor" else _eager
-        return generate(module, inputs, partitioner)
+        try:
+            return generate(module, inputs, partitioner)
+        except BaseException:
+            self.report.forget(told)  # it will never run; torch may try another one
+            raise
 
 
 class _Partition:
@@ -51,10 +55,12 @@ class _Partition:
 
     def __init__(self, backend: EchoBackend, told: GraphReport) -> None:
         self.backend, self.told = backend, told
+        self.forward_outputs: int | None = None  # of the graph, once it was split
 
     def __call__(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **settings: Any
     ) -> Modules:
+        self.forward_outputs = num_fwd_outputs
         request = Request(self.backend.options.memory, self.backend.calls, settings)
         decision = decide(joint, inputs, num_fwd_outputs, request)
         self.told.decided(joint, decision)
@@ -127,13 +133,14 @@ def _inductor(
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    from ecornn.echo.inductor import EchoPartitioner
+    from ecornn.echo.inductor import EchoPartitioner, Watched
 
     # AOTAutograd's cache would skip the partitioner, and with it what explain() tells. The cache
     # of compiled code, which is what takes long, stays.
     with functorch_config.patch(enable_autograd_cache=False):
         patches = {"custom_partitioner_fn": EchoPartitioner(partition, partition.key())}
-        compiled = compile_fx(module, inputs, config_patches=patches)
+        watched = Watched(partition.told, lambda: partition.forward_outputs)
+        compiled = compile_fx(module, inputs, inner_compile=watched, config_patches=patches)
     assert callable(compiled)
     return compiled
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ecornn.echo.report import GraphReport, Value
+from ecornn.echo.report import Choice, Foretold, GraphReport, Value
 from ecornn.sizes import size_text
 
 COLUMNS = ("module", "kept", "made again", "freed", "time added", "why")
@@ -66,10 +66,25 @@ class Explanation:
     def __init__(self, graphs: Sequence[GraphReport], notes: Sequence[str] = ()) -> None:
         self.graphs, self.notes = list(graphs), list(notes)
 
+    def predicted_peak_bytes(self, held: int | None = None) -> int | None:
+        """The most that a forward and backward pass of the model holds. `held`: what is there when
+        a step begins, weights and batch among it; by default the inputs of the graph alone, if it
+        is one. Several graphs run once each, in the order in which they were compiled, and what
+        runs between them is not counted. None if some graph's code is not known, or where parts
+        were compiled for several calls: then the rest of the model runs without Echo."""
+        told = [graph.foretold for graph in self.graphs]
+        known = all(g.not_foretold is None and g.calls == 1 for g in self.graphs)
+        if not told or not known or (held is None and len(told) > 1):
+            return None
+        found = [one for one in told if one is not None]
+        start = found[0].inputs if held is None else held
+        return start + _most_of_sequence(found)
+
     def to_json(self) -> str:
         graphs = []
         for graph in self.graphs:
             told: dict[str, Any] = asdict(graph)
+            told["predicted_peak_bytes"] = graph.predicted_peak_bytes
             told["modules"] = [asdict(row) for row in rows_of(graph)]
             graphs.append(told)
         return json.dumps({"notes": self.notes, "graphs": graphs}, indent=1)
@@ -103,6 +118,19 @@ class Explanation:
         return _PAGE.format(body="\n".join(parts))
 
 
+def _most_of_sequence(passes: Sequence[Foretold]) -> int:
+    """Forward passes run in order, backward passes in the opposite one. What earlier graphs have
+    returned and kept is there while later ones run, and what later ones leave of gradients while
+    the backward passes of earlier ones do."""
+    most = before = 0
+    after = sum(one.gradients for one in passes)
+    for one in passes:
+        after -= one.gradients
+        most = max(most, before + one.forward, before + one.backward + after)
+        before += one.results + one.kept
+    return most
+
+
 def _head(graph: GraphReport) -> list[str]:
     generated = f"{graph.codegen} ({graph.codegen_reason})"
     lines = [f"{graph.name}: memory {graph.memory}, code generation {generated}"]
@@ -115,17 +143,25 @@ def _head(graph: GraphReport) -> list[str]:
     times = f", called {graph.calls} times" if graph.calls > 1 else ""
     chosen, before = graph.chosen, graph.keep_all
     share = 100 * chosen.seconds_added / graph.step_seconds if graph.step_seconds else 0.0
-    peaks = f"{size_text(chosen.peak_bytes)}, {size_text(before.peak_bytes)} when all is kept"
     kept = f"{size_text(chosen.kept_bytes)}, {size_text(before.kept_bytes)} when all is kept"
     lines += [
         f"plan: {chosen.strategy}{times}",
-        f"predicted peak: {peaks}",
+        *_peaks(graph, chosen, before),
         f"kept between the passes by one call: {kept}",
         f"predicted time added: {chosen.seconds_added * 1e6:.1f} µs, {share:.1f} % of both passes",
     ]
-    if graph.codegen == "inductor":
-        lines.append("inductor fuses operators, so that it may hold less than is predicted here")
     return [*lines, *_refused(graph)]
+
+
+def _peaks(graph: GraphReport, chosen: Choice, before: Choice) -> list[str]:
+    peaks = f"{size_text(chosen.peak_bytes)}, {size_text(before.peak_bytes)} when all is kept"
+    if graph.codegen == "eager":
+        return [f"predicted peak: {peaks}"]
+    planned = f"peak estimated for the plan: {peaks}"
+    if (found := graph.predicted_peak_bytes) is None:
+        return [f"predicted peak: not known, {graph.not_foretold}", planned]
+    over = [] if graph.over_budget is None else [graph.over_budget]
+    return [f"predicted peak: {size_text(found)}, from inductor's code", planned, *over]
 
 
 def _refused(graph: GraphReport) -> list[str]:

@@ -121,12 +121,14 @@ def _symbolic(value: Any) -> bool:
 
 def _with_sizes_of_the_call(value: Any) -> Any:
     if isinstance(value, FakeTensor):
-        size, stride = ([_number(n) for n in numbers] for numbers in (value.shape, value.stride()))
+        form = (value.shape, value.stride())
+        size, stride = ([number_of_the_call(n) for n in numbers] for numbers in form)
         return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
-    return _number(value) if isinstance(value, SYMBOLS) else value
+    return number_of_the_call(value) if isinstance(value, SYMBOLS) else value
 
 
-def _number(value: Any) -> Any:
+def number_of_the_call(value: Any) -> Any:
+    """What a symbol stood for when the graph was traced."""
     if not isinstance(value, SYMBOLS):
         return value
     hint = value.node.hint

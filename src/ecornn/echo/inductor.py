@@ -1,13 +1,20 @@
-"""Echo's partitioner in the form that inductor takes; imported when inductor is used."""
+"""Echo's partitioner in the form that inductor takes, and what inductor made of its two passes;
+imported when inductor is used."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.replay import Code, Replay
+from ecornn.echo.report import Foretold, GraphReport
 from ecornn.echo.rewrite import Modules
 
 
@@ -29,3 +36,78 @@ class EchoPartitioner(CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None, self.key)
+
+
+class OverBudget(UserWarning):
+    """Inductor's code holds more than was asked for: plans are chosen by an estimate of it."""
+
+
+class Watched:
+    """Has inductor compile the passes of one graph, and replays its code to tell the report what
+    they will hold. `results`: how many of the forward pass's outputs are the model's, the others
+    being kept for the backward pass; None if there is none."""
+
+    def __init__(self, told: GraphReport, results: Callable[[], int | None]) -> None:
+        self.told, self._count_results = told, results
+        self._replay: Replay | None = None
+        self._results: list[Any] = []
+        self._kept: list[Any] = []
+        self._weights: frozenset[int] = frozenset()
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        compiled = compile_fx_inner(module, inputs, **settings)
+        try:
+            code = _code_of(compiled)
+            if settings.get("is_backward"):
+                self._backward(code, inputs)
+            else:
+                self._forward(code, inputs, settings.get("static_input_idxs") or ())
+        except NotUnderstood as error:
+            self.told.foretold, self.told.not_foretold = None, str(error)
+            self._replay = None
+        return compiled
+
+    def _forward(self, code: Code, inputs: Sequence[Any], weights: Sequence[int]) -> None:
+        replay = self._replay = Replay(inputs)
+        returned = replay.forward(code)
+        results = self._count_results()
+        count = len(returned) if results is None else results
+        kept, self._results, self._weights = returned[count:], returned[:count], frozenset(weights)
+        # torch hands over tensors, then numbers, and takes numbers first
+        tensors = [value for value in kept if isinstance(value, Tensor)]
+        self._kept = [value for value in kept if not isinstance(value, Tensor)] + tensors
+        result_bytes = replay.ledger.bytes_of(self._results)
+        self.told.foretold = Foretold(
+            inputs=replay.input_bytes,
+            forward=replay.ledger.most,
+            results=result_bytes,
+            kept=replay.ledger.bytes_of(returned) - result_bytes,
+            source="inductor's code",
+        )
+        waits = "the backward pass is not compiled yet"
+        self.told.not_foretold = None if results is None else waits
+
+    def _backward(self, code: Code, inputs: Sequence[Any]) -> None:
+        replay, forward = self._replay, self.told.foretold
+        if replay is None or forward is None:
+            return  # why is told already
+        self._replay = None
+        returned = replay.backward(code, self._kept, inputs)
+        gradients = [value for k, value in enumerate(returned) if k in self._weights]
+        self.told.foretold = replace(
+            forward,
+            backward=replay.ledger.most,
+            gradients=replay.ledger.bytes_of(gradients),
+        )
+        self.told.not_foretold = None
+        self._results = []
+        if (over := self.told.over_budget) is not None:
+            warnings.warn(f"{self.told.name}: {over}", OverBudget, stacklevel=2)
+
+
+def _code_of(compiled: Any) -> Code:
+    source = getattr(compiled, "source_code", None)
+    if not isinstance(source, str) or "def call(" not in source:
+        raise NotUnderstood(f"inductor's {type(compiled).__name__} does not show its Python code")
+    constants = getattr(compiled, "constants", None) or {}
+    return Code(source, constants)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import fx
 
@@ -30,7 +32,28 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Foretold:
+    """Bytes of what runs: of the code that inductor has generated, or of the operators that are run
+    one by one. All but `inputs` are beside what is there when the step begins."""
+
+    inputs: int  # of the graph, weights among them
+    forward: int  # the most during the forward pass
+    results: int  # the model's own, there from then on
+    kept: int  # between the passes, beside those
+    source: str
+    backward: int = 0  # the most during the backward pass
+    gradients: int = 0  # of weights, there afterwards
+
+    def peak(self, calls: int = 1) -> int:
+        """The caller's inputs included. `calls`: as in `Estimate.peak`."""
+        earlier = (calls - 1) * self.kept
+        return self.inputs + earlier + max(self.forward, self.backward)
+
+
+@dataclass(frozen=True)
 class Choice:
+    """`peak_bytes` is an estimate at the time of planning, to compare plans by."""
+
     strategy: str
     peak_bytes: int
     kept_bytes: int
@@ -54,6 +77,27 @@ class GraphReport:
     limit_seconds: float = 0.0
     step_seconds: float = 0.0
     values: list[Value] = field(default_factory=list)
+    foretold: Foretold | None = None
+    #: Why it is None, or says nothing of the backward pass.
+    not_foretold: str | None = "not compiled yet"
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Of both passes as they will run, this graph's inputs and weights included."""
+        if self.foretold is None or self.not_foretold is not None:
+            return None
+        return self.foretold.peak(self.calls)
+
+    @property
+    def over_budget(self) -> str | None:
+        """That a budget in bytes is not met after all, in a sentence."""
+        found, limit = self.predicted_peak_bytes, self.limit_bytes
+        if found is None or limit is None or found <= limit:
+            return None
+        more = f"{found:,} bytes are predicted, {limit:,} were asked for"
+        return (
+            f"{more}; ask for {limit - (found - limit):,} to come nearer, or take a smaller batch"
+        )
 
     def decided(self, joint: fx.GraphModule, decision: Decision) -> None:
         calls = decision.request.calls
@@ -67,6 +111,8 @@ class GraphReport:
         self.keep_all = next((c for c in self.candidates if c.strategy == "keep all"), None)
         assert decision.prices is not None
         self.step_seconds = decision.prices.step_seconds
+        if self.codegen == "eager":
+            self.foretold, self.not_foretold = _of_operators(decision), None
         self.values = _values(joint, decision)
 
 
@@ -82,10 +128,42 @@ class Report:
         if self.most is not None:
             del self.graphs[: -self.most]
 
+    def forget(self, told: GraphReport) -> None:
+        self.graphs[:] = [graph for graph in self.graphs if graph is not told]
+
 
 def _choice(candidate: Candidate, calls: int) -> Choice:
     found = candidate.estimate
     return Choice(candidate.strategy, found.peak(calls), found.kept_bytes, found.seconds_added)
+
+
+def _of_operators(decision: Decision) -> Foretold:
+    """Of operators that are run one by one, which is what an estimate simulates."""
+    passes, found = decision.passes, decision.chosen.estimate
+    assert passes is not None
+    operations, storages = passes.graph.operations, passes.graph.storages
+
+    def held(some: Iterable[int | None]) -> set[int]:
+        return {s for i in some if i is not None for s in operations[i].holds}
+
+    theirs = (*passes.graph.inputs, *passes.graph.constants)
+    inputs = held(i for i in theirs if i not in passes.backward)
+    results = held(passes.graph.outputs[: passes.forward_outputs]) - inputs
+    gradients = held(passes.graph.outputs[passes.forward_outputs :]) - inputs - results
+    count = partial(_bytes, storages)
+    return Foretold(
+        inputs=count(inputs),
+        forward=found.forward_peak - count(inputs),
+        results=count(results),
+        kept=found.kept_bytes,
+        source="operators one by one",
+        backward=found.backward_peak + found.beside - count(inputs),
+        gradients=count(gradients),
+    )
+
+
+def _bytes(storages: Sequence[int], some: Iterable[int]) -> int:
+    return sum(storages[s] for s in some)
 
 
 def _values(joint: fx.GraphModule, decision: Decision) -> list[Value]:

@@ -20,10 +20,12 @@ from ecornn.bench.training.contenders import EAGER, Contender
 from ecornn.bench.training.largest import largest
 from ecornn.bench.training.memory import (
     GIB,
+    bytes_now,
     collect,
     limited_to,
-    optimizer_bytes,
+    optimizer_scratch,
     peak_bytes,
+    storage_bytes,
 )
 
 WARM_UP_STEPS = 3
@@ -193,14 +195,21 @@ class Measurement:
 
 
 def predicted_peak(step: Step) -> int | None:
-    """What Echo foretold of a step's peak: its graph's, which has the weights, their gradients and
-    the batch in it, and beside that the optimizer's state. None where the model is not one graph:
-    nobody has foretold then what the parts hold together."""
+    """What Echo foretells of a step's peak: what is there when it begins, and what the passes make
+    beside it, or the gradients and what the optimizer makes beside those. None where it does not
+    know all that runs."""
     explain = getattr(step.run, "explain", None)
-    graphs = [] if explain is None else explain().graphs
-    if len(graphs) != 1 or graphs[0].chosen is None or graphs[0].calls != 1:
+    if explain is None:
         return None
-    return int(graphs[0].chosen.peak_bytes) + optimizer_bytes(step)
+    gradients = storage_bytes(w for w in step.model.parameters())
+    step.clear()
+    held = bytes_now(step)
+    explained = explain()
+    # between several graphs the model runs operators that no graph knows of
+    found: int | None = explained.predicted_peak_bytes(held) if len(explained.graphs) == 1 else None
+    if found is None:
+        return None
+    return max(found, held + gradients + optimizer_scratch(step))
 
 
 def out_of_memory(error: BaseException | None) -> bool:

@@ -48,6 +48,23 @@ def held_bytes(step: Step) -> int:
     return storage_bytes(held) + optimizer_bytes(step)
 
 
+def bytes_now(step: Step) -> int:
+    """What is held between steps; on CUDA with everything else that is there."""
+    collect(step.device)
+    return torch.cuda.memory_allocated() if step.device.type == "cuda" else held_bytes(step)
+
+
+def optimizer_scratch(step: Step) -> int:
+    """What Adam's step makes beside its state: on CUDA the roots of all its second moments at once,
+    elsewhere those of one weight at a time, and then divided. SGD works in place."""
+    if not isinstance(step.optimizer, torch.optim.Adam):
+        return 0
+    weights = list(step.model.parameters())
+    if step.device.type == "cuda":
+        return storage_bytes(weights)
+    return 2 * max(storage_bytes([weight]) for weight in weights)
+
+
 def optimizer_bytes(step: Step) -> int:
     state = tree_leaves(step.optimizer.state_dict()["state"])
     device = step.device.type

@@ -20,9 +20,7 @@ class Prices:
     seconds: tuple[float, ...]
     of: Callable[[Program], float]
     step_seconds: float  # both passes, when all is kept
-
-    def added(self, forward: Program, backward: Program) -> float:
-        return self.of(forward) + self.of(backward) - self.step_seconds
+    fuses: bool = False  # what runs is fused, and holds less than operators one by one
 
 
 def one_by_one(seconds: Sequence[float]) -> Prices:
@@ -47,7 +45,7 @@ def fused(passes: Passes, seconds: Sequence[float], bandwidth: float, launch: fl
 
     between = saved(passes, passes.needed)
     before = of(forward_program(passes, between)) + of(backward_program(passes, between))
-    return Prices(tuple(seconds), of, before)
+    return Prices(tuple(seconds), of, before, fuses=True)
 
 
 class _Kernels:

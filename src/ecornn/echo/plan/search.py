@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
-from ecornn.echo.plan.estimate import Estimate, Plan, estimate
+from ecornn.echo.plan.estimate import Estimate, Estimates, Plan
 from ecornn.echo.plan.groups import Group, groups_of, kept_with, run_again
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.plan.refine import refined
@@ -50,12 +50,15 @@ class Search:
     found: dict[tuple[frozenset[int], int], Found] = field(default_factory=dict)
     _groups: dict[frozenset[int], list[Group]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._estimates = Estimates(self.passes, self.prices)
+
     def look_at(self, label: str, kept: frozenset[int], window: int = FOR_ALL) -> Found:
         if (kept, window) not in self.found:
             plan, operations = Plan(label, kept, window), self.passes.graph.operations
             again = run_again(self.passes, kept)
             products = any(operations[i].kind == "product" for i in again)
-            one = Found(plan, estimate(self.passes, plan, self.prices), products)
+            one = Found(plan, self._estimates.of(plan), products)
             self.found[kept, window] = one
         return self.found[kept, window]
 
