@@ -72,10 +72,20 @@ def test_the_rows_add_up_to_the_allocator_s_peak(monkeypatch: pytest.MonkeyPatch
 
 def test_tensors_that_the_step_does_not_touch_are_found() -> None:
     model, extra = nn.Linear(2, 2), torch.zeros(12_345)
+    # whatever else is alive, of whatever kind, is looked at too
+    others = [
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+        torch.eye(5).to_sparse(),
+        torch.eye(5).to_sparse_csr(),
+    ]
     collector = Collector(model, [], torch.device("cpu"))
     collector.start()
-    collector.see_others()
-    collector.stop(failed=False)
+    try:
+        collector.see_others()
+    finally:
+        collector.stop(failed=False)
+    assert all(other.numel() for other in others)  # they were alive until here
     report = assemble.assemble(collector, None)
     found = [one for one in report.held if one.bytes == extra.nbytes]
     assert [(one.kind, one.born) for one in found] == [("other", 0)]

@@ -390,11 +390,13 @@ def test_a_module_and_a_step_that_are_generators() -> None:
 def test_fake_tensors_tell_what_real_ones_do() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    bystander = torch.eye(5).to_sparse()  # alive meanwhile, and no fake
     step = ready("gpt2")
     real = profile(step, step.model, step.optimizer)
     with FakeTensorMode():
         step = ready("gpt2")
         fake = profile(step, step.model, step.optimizer)
+    assert bystander.is_sparse
     assert fake.peak_bytes == real.peak_bytes
     assert fake.by_kind() == real.by_kind()
     assert fake.notes == real.notes == ()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -28,7 +29,9 @@ def parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that have a storage: itself, or those a sparse tensor or subclass is made of."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return (tensor,)
-    return tuple(_inner(tensor))
+    # looking into a sparse tensor calls operators, which are not the step's
+    with _disable_current_modes():
+        return tuple(_inner(tensor))
 
 
 def within_reach(tensor: Tensor) -> bool:
@@ -143,7 +146,9 @@ class Ledger:
         count = storage.nbytes()
         if not count:
             return None  # holds nothing; comes again once something is written to it
-        record = Record(count, tuple(tensor.shape), tensor.dtype, module, operator, line, born)
+        # nested tensors of torch's first kind have no shape
+        shape = () if tensor.is_nested else tuple(tensor.shape)
+        record = Record(count, shape, tensor.dtype, module, operator, line, born)
         watch = _Watch(storage, self._died)
         watch.key, watch.record = storage._cdata, record
         self._alive[watch.key] = watch
