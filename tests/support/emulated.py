@@ -270,7 +270,8 @@ class EmulatedLauncher:
     def __call__(self, arguments: Any, blocks: int | None = None) -> None:
         self.launches += 1
         if isinstance(arguments, GradientArguments):
-            return gradients(arguments, self.geometry.tile.cell)
+            gradients(arguments, self.geometry.tile.cell)
+            return
         kernel = forward if isinstance(arguments, ForwardArguments) else backward
         arguments.marks_expected = self.geometry.tile.grid
         for z in range(self.geometry.directions):

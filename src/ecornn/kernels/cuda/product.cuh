@@ -385,6 +385,7 @@ struct Product : Items {
     Patience patience;
     while (!barrier_passed(barrier(slot), (count >> 1) & 1) && !give_up(patience)) {
     }
+    acquire_pushed();
     // re-armed for the product after the next, whose sums cannot come before this block's next ones
     if (threadIdx.x == 0) barrier_expect(barrier(slot), expected_bytes());
 #endif
@@ -456,6 +457,7 @@ struct Product : Items {
     Patience patience;
     while (!barrier_passed(barrier(count & 1), (count >> 1) & 1) && !give_up(patience)) {
     }
+    acquire_pushed();
 #elif !GRID
     __syncthreads();
 #endif
