@@ -24,7 +24,7 @@ from ecornn.kernels.persistent.choose import (
     registers,
 )
 from ecornn.kernels.persistent.floor import FloorArguments
-from ecornn.kernels.persistent.gradients import SPLIT, GradientTile
+from ecornn.kernels.persistent.gradients import SPLIT, GradientArguments, GradientTile
 from ecornn.kernels.persistent.model import describe, estimate, explain, terms
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry
 from ecornn.spec import GATES
@@ -182,6 +182,7 @@ def _members(source: str, name: str) -> list[str]:
         ("forward.cu", ForwardArguments),
         ("backward.cu", BackwardArguments),
         ("exchange_floor.cu", FloorArguments),
+        ("gradients.cu", GradientArguments),
     ],
 )
 def test_arguments_are_those_of_the_source(source: str, structure: type[ctypes.Structure]) -> None:

@@ -309,7 +309,7 @@ __device__ __forceinline__ void input_tile(const GradientArguments& a, int tile)
   });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gradients(const __grid_constant__ GradientArguments a) {
   const int row_tiles = (GATES * a.hidden + TILE - 1) / TILE;
   const int columns = (a.inputs + TILE - 1) / TILE + (a.hidden + TILE - 1) / TILE;
