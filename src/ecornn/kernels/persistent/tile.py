@@ -27,7 +27,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """Every constant a kernel is compiled with; the names are those of `product.cuh`."""
+    """Every constant a kernel is compiled with; the names are those of the sources."""
 
     kernel: str  # "forward", "backward", or "exchange_floor": a forward pass's exchange alone
     cell: str
@@ -91,7 +91,7 @@ class Tile:
 
     @cached_property
     def shared_bytes(self) -> int:
-        """As `product.cuh` lays it out; the compiler checks that both reckon the same."""
+        """As `memory.cuh` lays it out; the compiler checks that both reckon the same."""
         weights = self.row_tiles - self.register_tiles
         weight_bytes = weights * self.chunks * 2 * self.threads * 16
         row = self.k_warps * self.chunks * CHUNK_BYTES

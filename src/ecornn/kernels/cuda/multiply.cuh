@@ -1,0 +1,302 @@
+// The part of y = W · v that a warp has: its weights, and its products with v as v arrives.
+//
+// The inner dimension is permuted within each CHUNK, in W and v alike, so that the elements a lane
+// needs for two products lie side by side: one 16-byte load feeds both.
+#pragma once
+#include "memory.cuh"
+
+// VEC elements of a row of `count`, zero beyond its end.
+__device__ __forceinline__ uint4 gather(const Element* row, int k, int count) {
+  if (count % VEC == 0) {
+    return k < count ? __ldg(reinterpret_cast<const uint4*>(row + k)) : make_uint4(0, 0, 0, 0);
+  }
+  union {
+    uint4 all;
+    Element each[VEC];
+  } v;
+#pragma unroll
+  for (int e = 0; e < VEC; ++e) v.each[e] = k + e < count ? row[k + e] : Element(0);
+  return v.all;
+}
+
+// One time step's v as other blocks publish it: rows of sequences, `stride` elements apart.
+struct Published {
+  const Element* rows;
+  int stride;
+};
+
+struct Multiplier : Memory {
+  int hidden, padded;  // padded: a section's length in v
+  int rank;            // in the cluster
+  bool given_up;
+  int* failed;
+  u32 w[REGISTER_TILES][CHUNKS][2][4];
+  float finished[BATCH_TILES][ROW_TILES][4];  // where DIRECT: the sums of this lane's items
+
+  __device__ __forceinline__ Multiplier(int hidden, int sequences, int* failed)
+      : Memory(sequences), hidden(hidden), given_up(false), failed(failed) {
+    padded = (hidden + VEC - 1) / VEC * VEC;
+#if CLUSTER > 1
+    rank = cluster_rank();
+#else
+    rank = 0;
+#endif
+  }
+
+  // ---- the inner dimension
+  __device__ __forceinline__ int k_of(int c) const {
+    return (((GRID ? rank * K_WARPS : 0) + k_warp) * CHUNKS + c) * CHUNK + q * VEC;
+  }
+  // Row r of the block's tiles: which unit's, counted from `first_unit`, and which of its rows.
+  struct Row {
+    int unit, part;
+  };
+  __device__ __forceinline__ static Row row_at(int r) {
+    if (DIRECT) return {r / 16 * TILE_UNITS + r % TILE_UNITS, r % 16 / TILE_UNITS};
+    return {r / OWN_ROWS * UNITS + r % OWN_ROWS / OUTER, r % OUTER};
+  }
+
+  // VEC elements of W from inner position k on, zero beyond the end. The matrix is the layer's own,
+  // (gates · hidden, hidden): forwards W's row is one of its rows, backwards one of its columns.
+  __device__ __forceinline__ uint4 weights_at(const Element* matrix, int unit, int part,
+                                              int k) const {
+#if !BACKWARD
+    return gather(matrix + (size_t(part) * hidden + unit) * hidden, k, hidden);
+#else
+    union {
+      uint4 all;
+      Element each[VEC];
+    } v;
+    const int section = k / padded, first = k - section * padded;
+    const int gate = CELL == 1 ? (section + 2) % 3 : section;  // a GRU's stand as (n, r, z)
+    const Element* const column = matrix + size_t(gate) * hidden * hidden + unit;
+#pragma unroll
+    for (int e = 0; e < VEC; ++e)
+      v.each[e] = section < INNER && first + e < hidden ? __ldg(column + size_t(first + e) * hidden)
+                                                        : Element(0);
+    return v.all;
+#endif
+  }
+
+  __device__ __forceinline__ void load_weights(const Element* matrix) {
+    const int first_unit = (blockIdx.x - (GRID ? rank : 0)) * UNITS;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        uint4 rows[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = (row_warp * ROW_TILES + m) * 16 + half * 8 + g;
+          const Row row = row_at(r);
+          const int unit = first_unit + row.unit;
+          rows[half] = make_uint4(0, 0, 0, 0);
+          if (row.unit < OWNERS * UNITS && row.part < OUTER && unit < hidden)
+            rows[half] = weights_at(matrix, unit, row.part, k_of(c));
+#if DTYPE == 2
+          rows[half] = make_uint4(to_tf32(rows[half].x), to_tf32(rows[half].y),
+                                  to_tf32(rows[half].z), to_tf32(rows[half].w));
+#endif
+        }
+        const uint4 a = make_uint4(rows[0].x, rows[1].x, rows[0].y, rows[1].y);
+        const uint4 b = make_uint4(rows[0].z, rows[1].z, rows[0].w, rows[1].w);
+        if (m < REGISTER_TILES) {
+          u32(&to)[2][4] = w[m % REGISTER_TILES][c];
+          to[0][0] = a.x, to[0][1] = a.y, to[0][2] = a.z, to[0][3] = a.w;
+          to[1][0] = b.x, to[1][1] = b.y, to[1][2] = b.z, to[1][3] = b.w;
+        } else {
+          uint4* const to =
+              weights() + ((m - REGISTER_TILES) * CHUNKS + c) * 2 * THREADS + threadIdx.x;
+          to[0] = a, to[THREADS] = b;  // read by this thread alone
+        }
+      }
+  }
+
+  // ---- multiplying
+  __device__ __forceinline__ bool give_up(Patience& patience) {
+    if (!given_up && patience.ended()) given_up = true, *failed = 1;
+    return given_up;
+  }
+
+  struct Sums {
+    float of[ROW_TILES][CHAINS][4];
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+      for (int i = 0; i < ROW_TILES * CHAINS * 4; ++i) (&of[0][0][0])[i] = 0.0f;
+    }
+  };
+
+  // One chunk of v against all row tiles.
+  __device__ __forceinline__ void add(Sums& sums, int c, uint4 v) const {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      u32 a[2][4];
+      if (m < REGISTER_TILES) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = w[m % REGISTER_TILES][c][i / 4][i % 4];
+      } else {
+        const uint4* const at =
+            weights() + ((m - REGISTER_TILES) * CHUNKS + c) * 2 * THREADS + threadIdx.x;
+        const uint4 x = at[0], y = at[THREADS];
+        a[0][0] = x.x, a[0][1] = x.y, a[0][2] = x.z, a[0][3] = x.w;
+        a[1][0] = y.x, a[1][1] = y.y, a[1][2] = y.z, a[1][3] = y.w;
+      }
+      const int chain = CHAINS == 4 ? c % 2 * 2 : 0;
+      accumulate(sums.of[m][chain], sums.of[m][CHAINS == 1 ? 0 : chain + 1], a, v);
+    }
+  }
+
+  // The sums over this warp's part of the inner dimension, for batch tile n.
+  __device__ __forceinline__ void leave(const Sums& sums, float* partial, int n) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+      float total[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        total[i] = sums.of[m][0][i];
+#pragma unroll
+        for (int chain = 1; chain < CHAINS; ++chain) total[i] += sums.of[m][chain][i];
+      }
+      if (DIRECT) {
+        deal(finished[n][m], total);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int s = n * 8 + q * 2 + i % 2;
+        const int r = (row_warp * ROW_TILES + m) * 16 + i / 2 * 8 + g;
+        if (s < sequences) partial[(k_warp * SEQUENCES + s) * PARTIAL_ROW + r] = total[i];
+      }
+    }
+  }
+  // Of a unit with four rows, a lane has two for two sequences, and the lane 16 further the other
+  // two: each takes all four for one of them.
+  __device__ __forceinline__ void deal(float (&to)[4], const float (&total)[4]) const {
+    if (OUTER == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = total[i];
+      return;
+    }
+    const bool low = g < 4;
+    const float first = __shfl_xor_sync(~0u, low ? total[1] : total[0], 16);
+    const float second = __shfl_xor_sync(~0u, low ? total[3] : total[2], 16);
+    to[0] = low ? total[0] : first, to[1] = low ? first : total[1];
+    to[2] = low ? total[2] : second, to[3] = low ? second : total[3];
+  }
+
+  // v from shared memory, or however fetch(c, n) gives the lane's part of it
+  template <class Fetch>
+  __device__ __forceinline__ void multiply(float* partial, Fetch fetch) {
+#pragma unroll
+    for (int n = 0; n < BATCH_TILES; ++n) {
+      if (n * 8 >= sequences) break;
+      Sums sums;
+      sums.clear();
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) add(sums, c, fetch(c, n));
+      leave(sums, partial, n);
+    }
+  }
+
+  // v through L2, as it arrives: AT_ONCE vectors are loaded together, the next ones while these are
+  // multiplied. Vector f is chunk f % CHUNKS of batch tile f / CHUNKS.
+  static constexpr int VECTORS = CHUNKS * BATCH_TILES;
+  static constexpr int PIECES = (VECTORS + AT_ONCE - 1) / AT_ONCE;
+
+  __device__ __forceinline__ bool wanted(int f) const {
+    return f < VECTORS && f / CHUNKS * 8 + g < sequences && k_of(f % CHUNKS) < INNER * padded;
+  }
+  __device__ __forceinline__ uint4 load_vector(Published from, int f) const {
+    return load_relaxed(from.rows + size_t(f / CHUNKS * 8 + g) * from.stride + k_of(f % CHUNKS));
+  }
+  // A piece's vectors, whether they have arrived or not.
+  __device__ __forceinline__ void request(uint4 (&v)[AT_ONCE], Published from, int piece) const {
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      v[j] = make_uint4(0, 0, 0, 0);
+      if (wanted(piece * AT_ONCE + j)) v[j] = load_vector(from, piece * AT_ONCE + j);
+    }
+  }
+  __device__ __forceinline__ void await(uint4 (&v)[AT_ONCE], Published from, int piece) {
+    Patience patience;
+    while (true) {
+      u32 missing = 0;
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j)
+        if (has_mark(v[j])) missing |= 1u << j;
+      if (!missing || (given_up || give_up(patience))) break;
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j)
+        if (missing & (1u << j)) v[j] = load_vector(from, piece * AT_ONCE + j);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void multiply_published(float* partial, Published from) {
+    uint4 v[2][AT_ONCE];
+    if (PIECES > 1 && wanted(0)) {
+      // many loads that find nothing would stand in the way of the stores they wait for
+      Patience patience;
+      while (has_mark(load_vector(from, 0)) && !give_up(patience)) {
+      }
+    }
+    __syncwarp();
+    request(v[0], from, 0);
+    Sums sums;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+      if (piece + 1 < PIECES) request(v[(piece + 1) & 1], from, piece + 1);
+      await(v[piece & 1], from, piece);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const int f = piece * AT_ONCE + j, c = f % CHUNKS, n = f / CHUNKS;
+        if (f >= VECTORS || n * 8 >= sequences) break;
+        if (c == 0) sums.clear();
+        add(sums, c, v[piece & 1][j]);
+        if (c == CHUNKS - 1) leave(sums, partial, n);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void accumulate(float (&even)[4], float (&odd)[4],
+                                                    const u32 (&a)[2][4], uint4 v) {
+#if DTYPE <= 1
+    mma(even, a[0], v.x, v.y);
+    mma(odd, a[1], v.z, v.w);
+#elif DTYPE == 2
+    mma(even, a[0], to_tf32(v.x), to_tf32(v.y));
+    mma(odd, a[1], to_tf32(v.z), to_tf32(v.w));
+#else
+    // (a + a')(v + v') without a'v', which is below float32's last bit
+    u32 high[2][4], rest[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      high[i / 4][i % 4] = to_tf32(a[i / 4][i % 4]),
+                      rest[i / 4][i % 4] = tf32_rest(a[i / 4][i % 4]);
+    mma(even, rest[0], to_tf32(v.x), to_tf32(v.y));
+    mma(odd, rest[1], to_tf32(v.z), to_tf32(v.w));
+    mma(even, high[0], tf32_rest(v.x), tf32_rest(v.y));
+    mma(odd, high[1], tf32_rest(v.z), tf32_rest(v.w));
+    mma(even, high[0], to_tf32(v.x), to_tf32(v.y));
+    mma(odd, high[1], to_tf32(v.z), to_tf32(v.w));
+#endif
+  }
+
+  // ---- v in shared memory
+  __device__ __forceinline__ uint4 from_shared(int slot, int c, int n) const {
+    return *reinterpret_cast<const uint4*>(vectors(slot) + (n * 8 + g) * VECTOR_ROW +
+                                           k_of(c) * int(sizeof(Element)));
+  }
+  __device__ __forceinline__ Element* place(int slot, int s, int section, int unit) const {
+    return reinterpret_cast<Element*>(vectors(slot) + s * VECTOR_ROW) + section * padded + unit;
+  }
+  // Both slots zero: what is never written must not disturb a sum.
+  __device__ __forceinline__ void clear_vectors() const {
+    for (int i = threadIdx.x; i < 2 * VECTOR_BYTES / 16; i += THREADS)
+      reinterpret_cast<uint4*>(vectors(0))[i] = make_uint4(0, 0, 0, 0);
+  }
+  // v from memory: unpadded rows of `hidden` (only where INNER is 1)
+  __device__ __forceinline__ void fill_vectors(int slot, const Element* rows) const {
+    for (int i = threadIdx.x; i < sequences * hidden; i += THREADS)
+      *place(slot, i / hidden, 0, i % hidden) = rows[i];
+  }
+};
