@@ -44,7 +44,7 @@ struct Stream {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
           const int unit = product.unit_at(i, first_of(r)), s = product.sequence_at(i, first_of(r));
-          const bool inside = unit < product.below(product.hidden - product.unit0());
+          const bool inside = unit < product.hidden - product.unit0();
           from[i][r] = own.at(s, product.unit0() + unit);
           if (own.there && s < product.sequences && inside) needed |= 1u << (i * ROUNDS + r);
         }
@@ -83,7 +83,7 @@ struct Stream {
     __syncwarp();
   }
   __device__ __forceinline__ Element read(int slot, int i, int part) const {
-    return place(slot, i, part)[product.place_of_lane()];
+    return place(slot, i, part)[product.lane];
   }
 
  private:
