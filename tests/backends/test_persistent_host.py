@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecornn.backends import persistent, persistent_calls
+from ecornn.backends import persistent, persistent_backward, persistent_calls
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.registry import by_name
 from ecornn.errors import NoBackend
+from ecornn.kernels.persistent import gradients
 from ecornn.kernels.persistent.choose import Chip, Request, ranked
+from ecornn.kernels.persistent.gradients import GradientTile
+from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.reference import DirectionWeights
 from ecornn.spec import GATES
 from support.emulated import EmulatedLauncher
@@ -34,6 +37,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.launchers: list[EmulatedLauncher] = []
+        self.gradients: list[EmulatedLauncher] = []
         self.most_batch, self.most_directions, self.through_l2 = 99, 2, False
 
     def geometry(self, ask: Request, device: int | None) -> Any:
@@ -45,6 +49,12 @@ class Machine:
     def launcher(self, geometry: Any, device: int | None) -> EmulatedLauncher:
         self.launchers.append(EmulatedLauncher(geometry))
         return self.launchers[-1]
+
+    def gradient_launcher(self, cell: str, numbers: str, device: int | None) -> EmulatedLauncher:
+        self.gradients.append(
+            EmulatedLauncher(Geometry(GradientTile(cell, numbers, 8), 8, 1, 1, 0))
+        )
+        return self.gradients[-1]
 
 
 @pytest.fixture
@@ -63,6 +73,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(persistent_calls, "failure_flag", NoFailure)
     monkeypatch.setattr(persistent_calls, "_LAUNCHES", {})
     monkeypatch.setattr(persistent, "_prepared", prepared)
+    monkeypatch.setattr(persistent_backward, "gradient_launcher", found.gradient_launcher)
     return found
 
 
@@ -137,7 +148,19 @@ def test_one_launch_a_pass(
     keep = "states" if cell.startswith("rnn") else keep
     found = assert_like_the_definition(make_call(cell, 80, directions=directions, keep=keep))
     assert [launcher.launches for launcher in machine.launchers] == [1, 1]
+    # one more for all gradients of a small layer of one direction
+    assert [launcher.launches for launcher in machine.gradients] == [1] * (directions == 1)
     assert len(found.kept) == (directions if keep == "gates" else 0)
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("cell", CELLS)
+def test_gradients_of_a_layer_that_is_not_small(
+    machine: Machine, cell: str, directions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "MOST_WORK", 1)
+    assert_like_the_definition(make_call(cell, 24, directions=directions))
+    assert not machine.gradients
 
 
 @pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])

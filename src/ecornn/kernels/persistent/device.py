@@ -10,6 +10,7 @@ import torch
 from ecornn.errors import KernelGaveUp
 from ecornn.kernels.jit import compiler_unavailable
 from ecornn.kernels.persistent.choose import Chip, Request, ranked
+from ecornn.kernels.persistent.gradients import gradient_launcher
 from ecornn.kernels.persistent.launch import architecture, kernel, make_context_current
 from ecornn.kernels.persistent.tile import Geometry
 
@@ -76,6 +77,8 @@ def _find_geometry(ask: Request, device: int) -> Geometry | None:
             tile = found.tile
             needed = found.all_blocks if tile.grid else tile.cluster
             if kernel(tile, architecture(device)).blocks_at_once() >= needed:
+                if ask.kernel == "backward":  # what follows it, so that a capture finds it loaded
+                    gradient_launcher(ask.cell, ask.numbers, device)
                 return found
     return None
 

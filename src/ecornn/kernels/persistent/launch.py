@@ -157,8 +157,11 @@ class Launcher:
         self._handle = int(self._kernel.handle)
         self._launch = _launch_function()
 
-    def __call__(self, arguments: ctypes.Structure) -> None:
+    def __call__(self, arguments: ctypes.Structure, blocks: int | None = None) -> None:
+        """`blocks`: in place of those of the geometry."""
         config = _Config.from_buffer_copy(self._config)  # each thread its own
+        if blocks is not None:
+            config.grid_x = blocks
         config.stream = torch._C._cuda_getCurrentRawStream(self.device)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         code = self._launch(ctypes.addressof(config), self._handle, ctypes.addressof(pointers), 0)
