@@ -27,6 +27,7 @@ from ecornn.kernels.persistent.choose import (
 from ecornn.kernels.persistent.floor import FloorArguments
 from ecornn.kernels.persistent.gradients import SPLIT, GradientArguments, GradientTile
 from ecornn.kernels.persistent.model import describe, estimate, explain, terms
+from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile
 from ecornn.spec import GATES
 
@@ -68,6 +69,13 @@ def test_compiles_for(arch: str, cell: str, numbers: str, kernel: str) -> None:
 def test_the_gradients_compile_for(arch: str, cell: str, numbers: str) -> None:
     tile = GradientTile(cell, numbers, SPLIT if CHIPS[arch].clusters else 1)
     assert resources(build(tile.variant(arch))).frame_bytes == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_the_shares_compile_for(arch: str, numbers: str) -> None:
+    assert resources(build(ShareTile(numbers).variant(arch))).frame_bytes == 0
 
 
 def _tuned(entry: dict[str, Any]) -> Tile:
@@ -194,6 +202,7 @@ def _members(source: str, name: str) -> list[str]:
         ("backward.cu", BackwardArguments),
         ("exchange_floor.cu", FloorArguments),
         ("gradients.cu", GradientArguments),
+        ("shares.cu", ShareArguments),
     ],
 )
 def test_arguments_are_those_of_the_source(source: str, structure: type[ctypes.Structure]) -> None:

@@ -2,72 +2,114 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ecornn.profiler import assemble, profile
-from ecornn.profiler.allocator import Allocator, Reading, rounded
+from ecornn.profiler import MemoryReport, assemble, profile
+from ecornn.profiler.allocator import Allocator, Told, rounded
 from ecornn.profiler.collect import Collector
-from ecornn.profiler.session import Profile
 
 LIBRARY = 4096
-SCRATCH = {"aten.addmm": 100_000}
+SCRATCH = 3_000_000
 LARGE_BLOCK = 700
 
 
 class Emulated(Allocator):
     """Blocks of 512 bytes, a library's buffer, scratch inside some operators, one unsplit block."""
 
-    def __init__(self, collector: Collector) -> None:
-        self.collector, self.highest, self.before = collector, 0, 0
-        self.readings: list[Reading] = []
-        self.read(0)
+    def __init__(self, collector: Collector, scratch: dict[str, int]) -> None:
+        self.collector, self.scratch = collector, scratch
+        self.highest = self.peak = self.asked = 0
+        self.truth: dict[int, int] = {}
+        super().__init__(torch.device("cpu"), collector.ledger.bytes_alive)
 
-    def read(self, time: int) -> None:
-        ledger = self.collector.ledger
-        alive = [record.bytes for record in ledger.records if record.freed is None]
-        current = sum(map(rounded, alive)) + LIBRARY + LARGE_BLOCK
-        operator = self.collector.times[time - 1][0] if time else ""
-        peak = max(self.before, current + SCRATCH.get(operator, 0))
-        self.highest, self.before = max(self.highest, peak), current
-        rounding = current - sum(alive) - LIBRARY
-        self.readings.append(Reading(time, peak, current, rounding, 2 * self.highest))
+    def now(self) -> tuple[int, int]:
+        """What is allocated, and what was asked for."""
+        alive = [one.bytes for one in self.collector.ledger.records if one.freed is None]
+        return sum(map(rounded, alive)) + LIBRARY + LARGE_BLOCK, sum(alive) + LIBRARY
+
+    def after(self, operator: str, time: int, tensors: int) -> None:
+        # as the real one does on its own account, whoever asks
+        self.truth[time] = self.now()[0] + self.scratch.get(operator, 0)
+        self.peak = max(self.peak, self.truth[time])
+        self.highest = max(self.highest, self.peak)
+        super().after(operator, time, tensors)
+
+    def ask(self) -> Told:
+        self.asked += 1
+        current, asked_for = self.now()
+        told = Told(max(self.peak, current), current, asked_for, 2 * self.highest)
+        self.peak = current
+        return told
 
     def driver_bytes(self) -> int:
         return 12345
 
 
-def test_the_rows_add_up_to_the_allocator_s_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[MemoryReport, Emulated]]:
+    """Observes a step beside an emulated allocator."""
+
+    def observe(
+        model: nn.Module, x: Tensor, step: Callable[[], Any], scratch: dict[str, int]
+    ) -> tuple[MemoryReport, Emulated]:
+        found: list[Emulated] = []
+        start = Collector.start
+
+        def with_allocator(self: Collector) -> None:
+            self.ledger.given(x)  # a real allocator counts it from the beginning
+            self.allocator = Emulated(self, scratch)
+            found.append(self.allocator)
+            start(self)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Collector, "start", with_allocator)
+            patched.setattr(assemble, "_in_blocks", lambda device: True)
+            report = profile(step, model)
+        return report, found[0]
+
+    return observe
+
+
+def test_the_rows_add_up_to_the_allocator_s_peak(emulated: Any) -> None:
     model = nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30))
     x = torch.randn(16, 30)
-    found: list[Emulated] = []
-    start = Collector.start
-
-    def with_allocator(self: Collector) -> None:
-        self.ledger.given(x)  # a real allocator counts it from the beginning
-        self.allocator = Emulated(self)
-        found.append(self.allocator)
-        start(self)
-
-    monkeypatch.setattr(Collector, "start", with_allocator)
-    monkeypatch.setattr(assemble, "_in_blocks", lambda device: True)
-    with profile(model=model) as observed:
-        model(x).sum().backward()
-    assert isinstance(observed, Profile)
-    report = observed.report
-    assert report.peak_bytes == found[0].highest == report.timeline.total(report.peak_time)
+    report, allocator = emulated(
+        model, x, lambda: model(x).sum().backward(), {"aten.addmm": SCRATCH}
+    )
+    assert report.peak_bytes == allocator.highest == report.timeline.total(report.peak_time)
     # The second product is at the peak: its scratch stands under its module.
     assert report.timeline.operator[report.peak_time] == "aten.addmm"
     rows = {(row.module, row.kind): row.bytes for row in report.rows}
-    assert rows["2", "no tensor"] == SCRATCH["aten.addmm"]
+    assert rows["2", "no tensor"] == SCRATCH
     assert rows["", "no tensor"] == LIBRARY
     padding = sum(one.allocated_bytes - one.bytes for one in report.at_peak)
     assert rows["", "rounding"] == padding + LARGE_BLOCK
     assert rows["", "driver"] == 12345
-    assert report.device_bytes == 2 * found[0].highest + 12345
-    highest = max(map(report.timeline.total, range(len(report.timeline))))
-    assert highest == report.peak_bytes
+    assert report.device_bytes == 2 * allocator.highest + 12345
+    assert max(map(report.timeline.total, range(len(report.timeline)))) == report.peak_bytes
+
+
+def test_few_readings_lose_no_peak_and_find_who_took_it(emulated: Any) -> None:
+    """Of a step that is long beside the distance of readings; what is scratchy in its middle is
+    found by its first occurrence and told at the largest."""
+    layers = [one for _ in range(20) for one in (nn.Linear(30, 30), nn.Tanh(), nn.Softmax(-1))]
+    model, x = nn.Sequential(*layers), torch.randn(64, 30)
+    step = lambda: model(x).sum().backward()  # noqa: E731
+    for scratchy in ("aten.addmm", "aten._softmax", "aten.tanh_backward"):
+        report, allocator = emulated(model, x, step, {scratchy: SCRATCH})
+        assert report.peak_bytes == allocator.highest == report.timeline.total(report.peak_time)
+        assert max(map(report.timeline.total, range(len(report.timeline)))) == report.peak_bytes
+        assert report.timeline.operator[report.peak_time] == scratchy
+        assert allocator.truth[report.peak_time] == allocator.highest
+        told = {time for time, name in enumerate(report.timeline.operator) if name == scratchy}
+        exact = [time for time in told if report.timeline.total(time) == allocator.truth[time]]
+        assert len(exact) >= len(told) - 1, "but perhaps the one that betrayed it"
+        assert allocator.asked < len(report.timeline) / 2
 
 
 def test_tensors_that_the_step_does_not_touch_are_found() -> None:

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ecornn
 from ecornn.bench.models.step import Step, make_step
+from ecornn.bench.profiling.alive import Alive, held_by
 from ecornn.profiler import MemoryReport, profile
 from ecornn.profiler.model import TENSORS, Held, rows_of
-from support.alive import Alive
 
 MODELS = ("nmt", "speech", "lstm-lm", "gpt2", "transformer", "resnet50")
 
@@ -26,13 +26,6 @@ def ready(name: str) -> Step:
     step = make_step(name, size="tiny", device="cpu")
     step()
     return step
-
-
-def state_of(step: Step) -> list[Tensor]:
-    states = [value for state in step.optimizer.state.values() for value in state.values()]
-    tensors = [*step.model.parameters(), *step.model.buffers(), *states, *step.batch]
-    gradients = [p.grad for p in step.model.parameters() if p.grad is not None]
-    return [one for one in [*tensors, *gradients] if isinstance(one, Tensor)]
 
 
 def adds_up(report: MemoryReport) -> None:
@@ -55,10 +48,10 @@ def bytes_of(report: MemoryReport, kind: str) -> int:
 def test_the_peak_is_that_of_another_observer(name: str) -> None:
     """And each storage dies when it dies without the profiler, operator by operator."""
     step = ready(name)
-    with Alive(state_of(step)) as alone:
+    with Alive(held_by(step)) as alone:
         step()
     observed = profile(model=step.model, optimizer=step.optimizer)
-    with observed, Alive(state_of(step)) as beside:
+    with observed, Alive(held_by(step)) as beside:
         step()
     report = observed.report
     adds_up(report)

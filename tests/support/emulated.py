@@ -20,6 +20,7 @@ from ecornn.kernels.persistent.arguments import (
     ForwardArguments,
 )
 from ecornn.kernels.persistent.gradients import GradientArguments
+from ecornn.kernels.persistent.shares import ShareArguments
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.spec import GATES
 
@@ -260,6 +261,13 @@ def gradients(a: GradientArguments, cell: str) -> None:
         view(a.d_b_hh, rows)[:] = to_state.sum(0)  # type: ignore[index]
 
 
+def shares(a: ShareArguments) -> None:
+    x, w_ih = view(a.input, a.rows, a.inputs), view(a.w_ih, a.gates, a.inputs)
+    assert x is not None
+    assert w_ih is not None
+    view(a.shares, a.rows, a.gates)[:] = x @ w_ih.T  # type: ignore[index]
+
+
 class EmulatedLauncher:
     """Stands in for `launch.Launcher`."""
 
@@ -269,6 +277,9 @@ class EmulatedLauncher:
 
     def __call__(self, arguments: Any, blocks: int | None = None) -> None:
         self.launches += 1
+        if isinstance(arguments, ShareArguments):
+            shares(arguments)
+            return
         if isinstance(arguments, GradientArguments):
             gradients(arguments, self.geometry.tile.cell)
             return

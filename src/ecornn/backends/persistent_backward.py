@@ -112,7 +112,8 @@ class _Layer:
         of its sums."""
         rows = self.steps * self.batch
         plain = self.masks[0] == Masks(None, None)
-        return plain and rows > 0 and is_small(self.cell, rows, self.hidden, self.x.shape[2])
+        sizes = (rows, self.hidden, self.x.shape[2])
+        return plain and rows > 0 and is_small(self.cell, self.x.dtype, *sizes)
 
     def arguments(self, piece: Piece) -> BackwardArguments:
         a = BackwardArguments()

@@ -20,6 +20,8 @@ from ecornn.bench.markdown import (
     troubles,
 )
 from ecornn.bench.plot import Plot, plots_of
+from ecornn.bench.profiling.record import BENCHMARK as PROFILER
+from ecornn.bench.profiling.report import profiler_section
 from ecornn.bench.results import Results, Row, layer_rows, read
 from ecornn.bench.targets import TARGETS
 from ecornn.bench.training.record import BENCHMARK
@@ -90,6 +92,8 @@ def render(files: Mapping[str, Results]) -> str:
 def _section(name: str, results: Results) -> str:
     if results.benchmark == BENCHMARK:
         return training_section(name, results)
+    if results.benchmark == PROFILER:
+        return profiler_section(name, results)
     parts = [f"## {name}\n", f"{listed(results.environment)}.\n"]
     parts += [f"![{plot.title}]({_path(name, plot).as_posix()})\n" for plot in plots_of(results)]
     groups = _by_contenders(results.rows)

@@ -23,7 +23,16 @@ Scalar = str | int | float | bool | None
 AnyCase = Case | ModelCase
 
 #: Metrics that are text; all others are numbers.
-TEXT_METRICS = ("plan", "failed", "not_measured", "wrong")
+TEXT_METRICS = (
+    "plan",
+    "failed",
+    "not_measured",
+    "wrong",
+    "first_rows",
+    "first_lines",
+    "cpu_not_measured",
+    "meta_not_measured",
+)
 
 #: What rows must share to stand in one file. The others may change from run to run.
 MACHINE = ("gpu", "cpu", "threads", "torch", "cuda", "cudnn", "tf32")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ecornn.cli.bench_echo import echo
+from ecornn.cli.bench_profiler import profiler
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure layers and training steps.", no_args_is_help=True)
 app.command()(echo)
+app.command()(profiler)
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

@@ -1,22 +1,33 @@
-"""What CUDA's caching allocator itself counts, read after each operator that made something.
+"""What CUDA's caching allocator itself counts.
 
-Its peak is reset at each reading. A peak above what was there at the reading before was reached in
-between, by that operator; a lower one only repeats what was there, part of which may be gone.
+A reading takes longer than many an operator, so not every operator has one. Its peak is reset at
+each reading, and so none is missed: what a reading says of the time since the one before is all
+that was reached in it. An operator that took memory beside its results, or may have done so, is
+read for itself from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from ecornn.profiler.storages import Record
+
 #: Sizes are rounded up to it.
 BLOCK = 512
+#: Operators between two readings, at most, where nothing else is said.
+EVERY = 16
+#: A block may be so much larger than what lies in it without being split.
+UNSPLIT = 1 << 20
 
 
 @dataclass(frozen=True)
 class Reading:
+    #: When its peak was reached, as far as can be told; and when it was taken.
     time: int
+    taken: int
     #: At most, since the reading before.
     peak: int
     current: int
@@ -25,25 +36,78 @@ class Reading:
     reserved: int
 
 
-class Allocator:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.readings: list[Reading] = []
-        torch.cuda.reset_peak_memory_stats(device)
-        self.read(0)
+@dataclass(frozen=True)
+class Told:
+    """What the allocator says; `peak` since it was asked before."""
 
-    def read(self, time: int) -> None:
+    peak: int
+    current: int
+    asked_for: int
+    reserved: int
+
+
+class Allocator:
+    def __init__(self, device: torch.device, tensors: int = 0, every: int = EVERY) -> None:
+        """`tensors`: bytes of those that are known already."""
+        self.device, self._every = device, every
+        self.readings: list[Reading] = []
+        #: Operators that are known to take nothing beside their results.
+        self._quiet: set[str] = set()
+        #: Since the last reading: operators, and when tensors held most.
+        self._since: list[str] = []
+        self._most, self._most_at = 0, 0
+        #: Of the last reading: memory beyond the tensors.
+        self._beyond = 0
+        self.ask()  # forgets the peaks of before
+        self.read(0, tensors)
+
+    def ask(self) -> Told:
         told = torch.cuda.memory_stats_as_nested_dict(self.device)
-        allocated = told["allocated_bytes"]["all"]
-        asked = told["requested_bytes"]["all"]["current"]
-        current = allocated["current"]
-        reserved = told["reserved_bytes"]["all"]["current"]
-        self.readings.append(Reading(time, allocated["peak"], current, current - asked, reserved))
         torch.cuda.reset_peak_memory_stats(self.device)
+        allocated = told["allocated_bytes"]["all"]
+        return Told(
+            allocated["peak"],
+            allocated["current"],
+            told["requested_bytes"]["all"]["current"],
+            told["reserved_bytes"]["all"]["current"],
+        )
+
+    def after(self, operator: str, time: int, tensors: int) -> None:
+        """An operator has run, and tensors now take so many bytes."""
+        if tensors >= self._most:
+            self._most, self._most_at = tensors, time
+        self._since.append(operator)
+        if operator not in self._quiet or len(self._since) >= self._every:
+            self.read(time, tensors)
+
+    def read(self, time: int, tensors: int) -> None:
+        told = self.ask()
+        beyond = told.current - tensors
+        # The peak that tensors explain. Unsplit blocks go with them, and come and go.
+        explained = max(self._beyond, beyond) + max(self._most, tensors)
+        scratch = bool(self.readings) and told.peak > explained + UNSPLIT
+        last = self._since[-1] if self._since else ""
+        reached = time if scratch and last not in self._quiet else min(self._most_at, time)
+        if scratch:
+            self._quiet.difference_update(self._since)
+        else:
+            self._quiet.update(self._since)
+        rounding = told.current - told.asked_for
+        self.readings.append(
+            Reading(reached, time, told.peak, told.current, rounding, told.reserved)
+        )
+        self._since.clear()
+        self._most, self._most_at, self._beyond = tensors, time, beyond
 
     @property
     def at_peak(self) -> Reading:
         return max(self.readings, key=lambda reading: reading.peak)
+
+    def unexplained(self, records: Iterable[Record]) -> float:
+        """What was there before the step beside the tensors known, as a share of the peak."""
+        first = self.readings[0]
+        tensors = sum(record.bytes for record in records if record.born == 0)
+        return (first.current - first.rounding - tensors) / max(1, self.at_peak.peak)
 
     def driver_bytes(self) -> int:
         """Used on the device by all processes and not reserved by this allocator."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -65,7 +65,7 @@ def _held(number: int, record: Record, *, in_blocks: bool) -> Held:
         id=number,
         bytes=record.bytes,
         allocated_bytes=rounded(record.bytes) if in_blocks else record.bytes,
-        shape=record.shape,
+        shape=tuple(record.shape),
         dtype=str(record.dtype).removeprefix("torch."),
         kind=kind_of(record),
         module=record.module,
@@ -110,21 +110,22 @@ def _sums(counts: Iterable[tuple[Held, int]], length: int) -> tuple[int, ...]:
 
 
 def _allocator_columns(allocator: Allocator, totals: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Rounding and memory without a tensor; where there is no reading, as at the one before."""
-    rounding, rest = [0] * len(totals), [0] * len(totals)
-    by_time: dict[int, list[tuple[Reading, Reading]]] = {}
-    for before, reading in zip([None, *allocator.readings], allocator.readings, strict=False):
-        by_time.setdefault(reading.time, []).append((before or reading, reading))
-    last, persisting = allocator.readings[0], 0
-    for time, total in enumerate(totals):
-        found = by_time.get(time, [])
-        rest[time] = persisting
-        if found:
-            last = found[-1][1]
-            held = [now.peak if now.peak > before.current else now.current for before, now in found]
-            rest[time] = max(held) - total - last.rounding
-            persisting = last.current - total - last.rounding
-        rounding[time] = last.rounding
+    """Rounding and memory without a tensor. Between two readings both are as at the earlier one,
+    but for the peak of the time between, which is where it was reached, and nowhere exceeded."""
+    first = allocator.readings[0]
+    rounding = [first.rounding] * len(totals)
+    rest = [first.current - totals[0] - first.rounding] * len(totals)
+    for before, now in pairwise(allocator.readings):
+        persisting = before.current - totals[before.taken] - before.rounding
+        for time in range(before.taken + 1, now.taken):
+            rounding[time] = before.rounding
+            rest[time] = min(persisting, now.peak - totals[time] - before.rounding)
+        if now.taken > before.taken:
+            rounding[now.taken] = now.rounding
+            rest[now.taken] = now.current - totals[now.taken] - now.rounding
+        if now.peak > before.current:
+            reached = now.peak - totals[now.time] - rounding[now.time]
+            rest[now.time] = max(rest[now.time], reached)
     return {"rounding": tuple(rounding), "no tensor": tuple(rest)}
 
 
@@ -143,7 +144,7 @@ def _allocator_rows(
         Row("", "rounding", columns["rounding"][time], 0),
         Row("", "no tensor", before, 0),
         Row(module, "no tensor", inside, 0),
-        Row("", "reserved, unused", peak.reserved - peak.peak, 0),
+        Row("", "reserved, unused", max(0, peak.reserved - peak.peak), 0),
         Row("", "driver", allocator.driver_bytes(), 0),
     ]
     return [row for row in rows if row.bytes]

@@ -18,14 +18,23 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecornn.profiler.allocator import Allocator
+from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
 from ecornn.profiler.places import Calls, Line, Lines, generates_code, in_generated_code
 from ecornn.profiler.roles import Roles
-from ecornn.profiler.storages import Ledger, Record, parts
+from ecornn.profiler.storages import PLAIN, Ledger, parts
+
+#: Of the peak: what is looked for in all that Python knows of, where tensors that the step reads
+#: leave more than this unexplained. Libraries' buffers take about 1 % of a large step's peak.
+OTHERS = 0.02
 
 #: Stands for an operator where a compiler's code is all there is to see.
 COMPILED = "compiled code"
+#: Arguments without tensors in them; others are looked into.
+_SCALARS = frozenset(
+    {int, float, bool, complex, str, type(None)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator}
+)
 
 
 class Origin(NamedTuple):
@@ -58,8 +67,13 @@ class Collector(TorchDispatchMode):
         return True
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        every: int = EVERY,
     ) -> None:
+        """`every`: so many operators at most are between two readings of a GPU's allocator."""
         super().__init__()
         self.ledger = Ledger(device)
         self.graph = Graph(self._kept)
@@ -77,10 +91,12 @@ class Collector(TorchDispatchMode):
         self._starts: Starts | None = None
         #: The storages that were there before; weak, so that a new one at an address is told apart.
         self._before: dict[int, weakref.ref[Any]] | None = None
-        #: Of the first node that the step makes.
+        #: Of the first node that the step makes, and of the last one seen.
         self._first_number = next_number()
+        self._last_number = -1
         #: None also where tensors on a GPU are only simulated.
-        self.allocator = Allocator(device) if device.type == "cuda" and not is_fake(model) else None
+        real = device.type == "cuda" and not is_fake(model)
+        self.allocator = Allocator(device, self.ledger.bytes_alive, every) if real else None
 
     def start(self) -> None:
         self._starts = Starts(self._backward_starts)
@@ -88,14 +104,15 @@ class Collector(TorchDispatchMode):
 
     @staticmethod
     def made_for(
-        model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+        model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, every: int
     ) -> Collector:
         kind = CollectorBesideCompiler if "torch._dynamo" in sys.modules else Collector
-        return kind(model, optimizers, device)
+        return kind(model, optimizers, device, every)
 
     def see_others(self) -> None:
         """Tensors that the step did not touch: on a GPU they are part of what the allocator counts,
-        on the CPU of nothing."""
+        on the CPU of nothing. All that Python knows of is looked through, which takes as long as
+        many a step: only where enough is unexplained before the step."""
         for tensor in tensors_alive():
             if tensor.device == self.ledger.device:
                 self.ledger.given(
@@ -114,9 +131,9 @@ class Collector(TorchDispatchMode):
                 self.graph.visit_what_is_alive(self._first_number)
             self._roles.close()
             if self.allocator is not None:
-                self.allocator.read(self.ledger.clock)
-            if self.ledger.device.type == "cuda" and self.allocator is not None:
-                self.see_others()
+                self.allocator.read(self.ledger.clock, self.ledger.bytes_alive)
+                if self.allocator.unexplained(self.ledger.records) > OTHERS:
+                    self.see_others()
         finally:
             if self._starts is not None:
                 self._starts.close()
@@ -127,33 +144,30 @@ class Collector(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        """Runs at every operator: tests/profiler/test_cost.py bounds what it may take."""
         operator = self._operators.get(id(func)) or self._describe(func)
-        origin, phase = self._place(operator)
-        kwargs = kwargs or {}
+        module, line, phase = self._place(operator)
         if operator.only_views:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
         ledger = self.ledger
         ledger.clock += 1
-        self.times.append((operator.name, origin.module, phase))
-        # What was there before and is first read after the forward pass is no input: DDP's buckets.
-        role = "inputs" if phase == "forward" else "other"
+        self.times.append((operator.name, module, phase))
         for value in (*args, *kwargs.values()) if kwargs else args:
-            for tensor in (value,) if isinstance(value, Tensor) else _tensors((value,)):
-                if not ledger.knows(tensor):
-                    self._unknown(tensor, role, origin)
-        result = func(*args, **kwargs)
-        new: list[Record] = []
-        for tensor in (result,) if isinstance(result, Tensor) else _tensors((result,)):
-            new += ledger.made(tensor, origin.module, operator.name, origin.line)
-        if new and origin.line is None and phase != "backward":
-            line = self._lines.here()
-            for record in new:
-                record.line = line
-        if new and self.allocator is not None:
-            self.allocator.read(ledger.clock)
+            if type(value) not in _SCALARS:
+                for tensor in (value,) if type(value) in PLAIN else _tensors((value,)):
+                    if not ledger.knows(tensor):
+                        self._unknown(tensor, phase, module, line)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        for tensor in (result,) if type(result) in PLAIN else _tensors((result,)):
+            if not ledger.knows_as_it_is(tensor):
+                if line is None and phase != "backward":
+                    line = self._lines.here()
+                ledger.made(tensor, module, operator.name, line)
+        if self.allocator is not None:
+            self.allocator.after(operator.name, ledger.clock, ledger.bytes_alive)
         return result
 
-    def _unknown(self, tensor: Tensor, role: str, origin: Origin) -> None:
+    def _unknown(self, tensor: Tensor, phase: str, module: str, line: Line | None) -> None:
         """An operator reads or writes what no operator made. It was there before the step, unless
         compiled code made it, past the dispatcher."""
         if tensor.device != self.ledger.device:
@@ -163,10 +177,11 @@ class Collector(TorchDispatchMode):
         of_this_step = node is not None and node._sequence_nr() >= self._first_number
         if (of_this_step or in_generated_code()) and not self._was_before(tensor):
             # Sparse tensors and subclasses come here as well, and are mostly known.
-            if self.ledger.made(tensor, origin.module, COMPILED, origin.line):
+            if self.ledger.made(tensor, module, COMPILED, line):
                 self.saw_compiled = True
         else:
-            self.ledger.given(tensor, role)
+            # What is first read after the forward pass is no input: DDP's buckets.
+            self.ledger.given(tensor, "inputs" if phase == "forward" else "other")
 
     def _was_before(self, tensor: Tensor) -> bool:
         """Known only where it is asked: beside a compiler."""
@@ -181,25 +196,30 @@ class Collector(TorchDispatchMode):
         self._operators[id(func)] = operator
         return operator
 
-    def _place(self, operator: Operator) -> tuple[Origin, str]:
-        """Whose operator it is. In the backward pass: of what it differentiates."""
+    def _place(self, operator: Operator) -> tuple[str, Line | None, str]:
+        """Whose operator it is, and in which phase. In the backward pass: of what it
+        differentiates."""
         node, running = running_node(), self._running
         module = running[-1] if running else ""
-        learns = torch.is_grad_enabled()
         # With gradients on, a module's call in the backward pass is a forward pass made again.
-        if node is not None and not (learns and running):
+        if node is not None and not (running and torch.is_grad_enabled()):
             number = node._sequence_nr()
             if not self.graph.visited(number):
                 self.graph.visit([node])
             found = self._origins.get(number)
-            return found or Origin(module, operator.name, None), "backward"
-        # Lines cost a walk up the frames: where no node is made, only what is new needs one.
-        origin = Origin(module, operator.name, self._lines.here() if learns else None)
-        # The first operator with a number is the node's own; later ones made no node.
-        self._origins.setdefault(next_number() - 1, origin)
+            return (module, None, "backward") if found is None else (found[0], found[2], "backward")
+        line = None
+        # The first operator with a number is the node's own; later ones made no node. Lines cost a
+        # walk up the frames: without a node, only what is new needs one.
+        number = next_number() - 1
+        if number != self._last_number:
+            self._last_number = number
+            if number not in self._origins:
+                line = self._lines.here()
+                self._origins[number] = Origin(module, operator.name, line)
         if node is not None:
-            return origin, "backward"
-        return origin, "optimizer" if self._roles.stepping and not running else "forward"
+            return module, line, "backward"
+        return module, line, "optimizer" if self._roles.stepping and not running else "forward"
 
     def _kept(self, node: Any, tensor: Tensor) -> None:
         """`tensor` is kept for the backward pass of `node`."""
@@ -230,6 +250,9 @@ class CollectorBesideCompiler(Collector):
     """Where torch's compiler is loaded, it must not look into our own code, and what its code reads
     and makes must be told apart by what was there before."""
 
+    # torch wraps what is the class's own
+    __torch_dispatch__ = Collector.__torch_dispatch__
+
     def start(self) -> None:
         if generates_code():
             alive = [one for one in tensors_alive() if one.device == self.ledger.device]
@@ -240,11 +263,6 @@ class CollectorBesideCompiler(Collector):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def is_fake(model: nn.Module) -> bool:

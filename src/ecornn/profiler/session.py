@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ecornn.errors import EcornnError, InvalidInput
+from ecornn.profiler.allocator import EVERY
 from ecornn.profiler.assemble import assemble
 from ecornn.profiler.collect import Collector
 from ecornn.profiler.kept import missing
@@ -25,8 +26,11 @@ class Profile:
     What was raised goes on unchanged, with the report as its attribute `memory_report`.
     """
 
-    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        self._model, self._optimizers = model, optimizers
+    def __init__(
+        self, model: nn.Module, optimizers: tuple[Optimizer, ...], every: int = EVERY
+    ) -> None:
+        """`every`: 1 has the allocator's count after each operator, at twice the time."""
+        self._model, self._optimizers, self._every = model, optimizers, every
         self._collector: Collector | None = None
         self._report: MemoryReport | None = None
 
@@ -40,7 +44,7 @@ class Profile:
         if self._collector is not None:
             raise NotObserved("this profile has been used; make another one with profile(…)")
         device = device_of(self._model)
-        self._collector = Collector.made_for(self._model, self._optimizers, device)
+        self._collector = Collector.made_for(self._model, self._optimizers, device, self._every)
         self._collector.start()
         return self
 
@@ -55,6 +59,17 @@ class Profile:
         self._report = assemble(self._collector, error)
         if error is not None:
             error.memory_report = self._report  # type: ignore[attr-defined]
+
+    def of(self, step: Callable[[], Any]) -> MemoryReport:
+        """One call of `step`, observed."""
+        with self:
+            result = step()
+            if isinstance(result, GeneratorType):
+                for _ in result:
+                    pass
+            # The loss is the step's, and given up with it.
+            del result
+        return self.report
 
 
 class NotObserved(EcornnError, RuntimeError):
@@ -89,26 +104,17 @@ def profile(
     one or several; those that take a step meanwhile are found without it, but what they hold
     before that is then known only from there on.
     """
-    _check(step, model)
+    check(step, model)
     assert model is not None
     if optimizer is None:
         optimizers: tuple[Optimizer, ...] = ()
     else:
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     profiled = Profile(model, optimizers)
-    if step is None:
-        return profiled
-    with profiled:
-        result = step()
-        if isinstance(result, GeneratorType):
-            for _ in result:
-                pass
-        # The loss is the step's, and given up with it.
-        del result
-    return profiled.report
+    return profiled if step is None else profiled.of(step)
 
 
-def _check(step: Any, model: Any) -> None:
+def check(step: Any, model: Any) -> None:
     if step is not None and not callable(step):
         raise InvalidInput("step", repr(type(step)), "a function without arguments", "pass one")
     if not isinstance(model, nn.Module):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ecornn.errors import InvalidInput
 from ecornn.profiler.model import MemoryReport
-from ecornn.profiler.session import profile
+from ecornn.profiler.session import Profile, check
 
 _EXPECTED = "(step, model), (step, model, optimizer), or a callable with `model` and `optimizer`"
 
@@ -23,10 +23,13 @@ class Made:
     optimizers: tuple[Optimizer, ...]
 
     def observed(self, warm_up: int = 1) -> MemoryReport:
-        """`warm_up` steps come first: the optimizer then has its state, and code is compiled."""
+        """`warm_up` steps come first: the optimizer then has its state, and code is compiled. The
+        allocator is read after every operator, since two steps are compared operator by operator.
+        """
+        check(self.step, self.model)
         for _ in range(warm_up):
             self.step()
-        return profile(self.step, self.model, self.optimizers)
+        return Profile(self.model, self.optimizers, every=1).of(self.step)
 
 
 def read_step(made: Any) -> Made:

@@ -22,12 +22,14 @@ _COMPRESSED = {
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+#: Of these a tensor is itself what has the storage, unless it is sparse.
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors that have a storage: itself, or those a sparse tensor or subclass is made of."""
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:
         return (tensor,)
     # looking into a sparse tensor calls operators, which are not the step's
     with _disable_current_modes():
@@ -85,6 +87,7 @@ class Ledger:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.clock = 0
+        self.bytes_alive = 0
         self.records: list[Record] = []
         #: By address, which is that of one storage as long as it lives.
         self._alive: dict[int, _Watch] = {}
@@ -93,8 +96,16 @@ class Ledger:
 
     def knows(self, tensor: Tensor) -> bool:
         """A plain tensor that was seen before, as most are."""
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        plain = type(tensor) in PLAIN and tensor.layout is _STRIDED
         return plain and tensor.untyped_storage()._cdata in self._alive
+
+    def knows_as_it_is(self, tensor: Tensor) -> bool:
+        """The same, and it has not been resized since."""
+        if type(tensor) not in PLAIN or tensor.layout is not _STRIDED:
+            return False
+        storage = tensor.untyped_storage()
+        watch = self._alive.get(storage._cdata)
+        return watch is not None and watch.record.bytes == storage.nbytes()
 
     def find(self, tensor: Tensor) -> Record | None:
         """Of a tensor with a storage."""
@@ -147,16 +158,19 @@ class Ledger:
         if not count:
             return None  # holds nothing; comes again once something is written to it
         # nested tensors of torch's first kind have no shape
-        shape = () if tensor.is_nested else tuple(tensor.shape)
+        shape = () if tensor.is_nested else tensor.shape
         record = Record(count, shape, tensor.dtype, module, operator, line, born)
         watch = _Watch(storage, self._died)
         watch.key, watch.record = storage._cdata, record
         self._alive[watch.key] = watch
         self.records.append(record)
+        self.bytes_alive += count
         return record
 
     def _died(self, watch: _Watch) -> None:
-        watch.record.freed = self.clock + 1
+        record = watch.record
+        record.freed = self.clock + 1
+        self.bytes_alive -= record.bytes
         if self._alive.get(watch.key) is watch:
             del self._alive[watch.key]
 

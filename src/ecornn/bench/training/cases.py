@@ -14,6 +14,8 @@ from ecornn.errors import InvalidInput
 #: "batch"  the largest batch that fits a limit of memory, and its samples a second
 #: "check"  loss, gradients and buffers against eager's, at equal seeds
 PARTS = ("step", "batch", "check")
+#: What the profiler says of a step, of a batch and of a limit of memory; of another benchmark.
+PROFILED = "profile"
 LIMIT_GIB = 16.0
 #: Enough for some samples of any tiny model, too little for many.
 TINY_LIMIT_GIB = 2**-9
@@ -32,7 +34,11 @@ class ModelCase:
     size: str = "full"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("model", tuple(TASKS)), ("part", PARTS), ("size", SIZES)):
+        for name, allowed in (
+            ("model", tuple(TASKS)),
+            ("part", (*PARTS, PROFILED)),
+            ("size", SIZES),
+        ):
             if getattr(self, name) not in allowed:
                 raise _bad(name, getattr(self, name), f"one of {', '.join(allowed)}")
         for name in ("batch", "length"):
@@ -44,8 +50,9 @@ class ModelCase:
             raise _bad("memory_gib", limit, "a number above 0")
         if (self.part == "batch") != (self.batch is None):
             raise _bad("batch", self.batch, "none in the part 'batch', one in the others")
-        if (self.part == "batch") != (limit is not None):
-            raise _bad("memory_gib", limit, "a limit in the part 'batch', none in the others")
+        if (self.part in ("batch", PROFILED)) != (limit is not None):
+            expected = "a limit in the parts 'batch' and 'profile', none in the others"
+            raise _bad("memory_gib", limit, expected)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@
 - `budget=0.5`, `budget=0.1`: the same with torch's `activation_memory_budget`;
 - `aggressive`: the same with torch's `aggressive_recomputation`;
 - `echo`, `echo memory=min`: `ecornn.compile`, with the default and the smallest memory;
+- `ecornn.profiler`: the memory profiler's own figures, in a benchmark of their own;
 - `…+graph`: the whole step, optimizer included, replayed from a CUDA graph.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ecornn.bench.training.cases import ModelCase
+from ecornn.bench.training.cases import PROFILED, ModelCase
 from ecornn.errors import InvalidInput
 
 GRAPH = "+graph"
@@ -23,7 +24,8 @@ GRAPH = "+graph"
 
 @dataclass(frozen=True)
 class Contender:
-    """`kind`: "eager", "checkpoint", "compile" or "echo". `memory` and `codegen` are Echo's."""
+    """`kind`: "eager", "checkpoint", "compile", "echo" or "profiler". `memory` and `codegen` are
+    Echo's."""
 
     name: str
     kind: str
@@ -36,7 +38,7 @@ class Contender:
 
     @property
     def is_ours(self) -> bool:
-        return self.kind == "echo"
+        return self.kind in ("echo", "profiler")
 
     @property
     def draws_as_eager(self) -> bool:
@@ -59,6 +61,7 @@ ECHO_MIN = Contender("echo memory=min", "echo", memory="min")
 #: Runs torch's own kernels in the order of the model: bitwise equal to it.
 ECHO_EAGER = Contender("echo codegen=eager", "echo", codegen="eager")
 ECHO_EAGER_MIN = Contender("echo memory=min codegen=eager", "echo", memory="min", codegen="eager")
+PROFILER = Contender("ecornn.profiler", "profiler")
 
 #: By part, the most telling first.
 CONTENDERS: dict[str, tuple[Contender, ...]] = {
@@ -86,6 +89,7 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
         *BUDGETS,
         AGGRESSIVE,
     ),
+    PROFILED: (PROFILER,),
 }
 
 ALL = {c.name: c for c in (*(c for part in CONTENDERS.values() for c in part), UNROLLED)}

@@ -27,7 +27,13 @@ BENCHMARK = "echo"
 
 #: Assumed for a row that the file does not have yet, only to say beforehand how long it may take:
 #: seconds until a process is ready, by kind of contender, and seconds to measure it.
-ASSUMED_PREPARE_S = {"eager": 12.0, "checkpoint": 12.0, "compile": 40.0, "echo": 40.0}
+ASSUMED_PREPARE_S = {
+    "eager": 12.0,
+    "checkpoint": 12.0,
+    "compile": 40.0,
+    "echo": 40.0,
+    "profiler": 60.0,
+}
 ASSUMED_MEASURE_S = 3.0
 
 Known = Mapping[tuple[Any, str], Row]
@@ -37,7 +43,8 @@ Plan = list[tuple[ModelCase, list[Job]]]
 @dataclass(frozen=True)
 class Options:
     """`minutes`: no case but the first is begun that would not be done by then, as far as can be
-    told. `missing`: only cases of which the file lacks a row. `contenders`: only these."""
+    told. `missing`: only cases of which the file lacks a row. `contenders`: only these. `together`:
+    jobs of several cases prepare side by side."""
 
     device: str = "cuda"
     effort: str = "thorough"
@@ -47,6 +54,8 @@ class Options:
     contenders: tuple[str, ...] = ()
     unrolled: bool = False
     command: tuple[str, ...] = COMMAND
+    benchmark: str = BENCHMARK
+    together: bool = False
 
 
 def record(
@@ -62,11 +71,11 @@ def record(
         check_writable(out)
         if out.exists():
             earlier = read(out)
-            check_mergeable(earlier, BENCHMARK, environment)
+            check_mergeable(earlier, options.benchmark, environment)
     measured: list[Row] = []
 
     def results() -> Results:
-        fresh = Results(BENCHMARK, environment, tuple(measured))
+        fresh = Results(options.benchmark, environment, tuple(measured))
         return fresh if earlier is None else merge(earlier, fresh)
 
     def take(row: Row) -> None:
@@ -118,6 +127,8 @@ def make_plan(cases: Sequence[ModelCase], options: Options, known: Known) -> Pla
         found = contenders_for(case, options.device, options.contenders, unrolled=options.unrolled)
         if found and not (options.missing and all((case, c.name) in known for c in found)):
             plan.append((case, [Job(case, contender) for contender in found]))
+    if options.together and plan:
+        return [(plan[0][0], [job for _, jobs in plan for job in jobs])]
     return plan
 
 
@@ -125,7 +136,8 @@ def run_plan(plan: Plan, options: Options, console: Console, known: Known) -> It
     """Every job with its metrics, under a progress bar, as long as there is time."""
     expected = [estimate(jobs, known, options.limits) for _, jobs in plan]
     rows = sum(len(jobs) for _, jobs in plan)
-    console.print(f"{rows} rows of {len(plan)} cases, about {sum(expected) / 60:.1f} minutes")
+    cases = len({job.case for _, jobs in plan for job in jobs})
+    console.print(f"{rows} rows of {cases} cases, about {sum(expected) / 60:.1f} minutes")
     began = time.monotonic()
     columns = (
         MofNCompleteColumn(),

@@ -113,8 +113,12 @@ def _environment(folder: Path, case: ModelCase) -> dict[str, str]:
 
 def _prepared(job: Job, child: Child, limits: Limits) -> bool:
     """Whether it is ready to be measured; if not, its metrics are there, or why there are none."""
+    deadline = child.began + limits.prepare_limit_s(job.case, job.contender)
     try:
-        message = child.receive(child.began + limits.prepare_limit_s(job.case, job.contender))
+        message = child.receive(deadline)
+        while "so_far" in message:
+            job.metrics |= message["so_far"]
+            message = child.receive(deadline)
     except NoAnswer as error:
         job.lose(error)
         child.close()

@@ -24,11 +24,15 @@ from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import ALL, EAGER
 from ecornn.bench.training.measure import EFFORTS, Measurement, first_line
 
+#: Answers a request by what it says.
+Say = Callable[[dict[str, Any]], None]
+Serve = Callable[[dict[str, Any], Say], None]
+
 #: How soon a process notices.
 ORPHANED_AFTER_S = 0.5
 
 
-def serve(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+def serve(request: dict[str, Any], say: Say) -> None:
     case, contender = ModelCase.from_json(request["case"]), ALL[request["contender"]]
     device = torch.device(request["device"])
     job = Measurement(case, contender, device, EFFORTS[request["effort"]])
@@ -71,7 +75,7 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main() -> None:
+def main(serve: Serve = serve) -> None:
     end_with_parent(int(sys.argv[1]))
     # What torch's compilers print must not get between the messages.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -110,8 +110,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // what a step reads, parts in this order
   constexpr int STATE = READ, ARRIVING_H = READ + 1, ARRIVING_C = READ + 2;
   Stream stream(product,
-                grain_of(hidden, a.gates[d], CELL == 0 ? a.cells[d] : a.output[d], a.d_output[d],
-                         a.d_cells[d]),
+                hidden % VEC == 0 && begins_a_vector(a.gates[d]) &&
+                    begins_a_vector(CELL == 0 ? a.cells[d] : a.output[d]) &&
+                    begins_a_vector(a.d_output[d]) && begins_a_vector(a.d_cells[d]),
                 [&](int part) {
                   Rows<const Element> rows = part < READ         ? gates
                                              : part > ARRIVING_H ? d_cells

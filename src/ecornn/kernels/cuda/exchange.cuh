@@ -113,20 +113,17 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
                : "memory");
 }
 
-// What was pushed may be read after `acquire_pushed`.
+// For the block alone: what was pushed lies in its own shared memory. To acquire for the cluster
+// would throw away the L1 cache as well.
 __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 phase) {
   u32 passed;
   asm volatile(
       "{\n\t.reg .pred p;\n\t"
-      "mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n\t"
       "selp.u32 %0, 1, 0, p;\n\t}"
       : "=r"(passed)
       : "r"(barrier), "r"(phase)
       : "memory");
   return passed;
-}
-// For shared memory alone: to acquire for all memory would throw away the L1 cache.
-__device__ __forceinline__ void acquire_pushed() {
-  asm volatile("fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
 }
 #endif

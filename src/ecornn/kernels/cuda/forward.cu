@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const bool output_is_exchanged = GRID && a.output[d] == a.exchange[d];
 
   // the input's share of the gates
-  Stream stream(product, grain_of(hidden, a.gates[d]), [&](int gate) {
+  Stream stream(product, hidden % VEC == 0 && begins_a_vector(a.gates[d]), [&](int gate) {
     Rows<const Element> rows = shares;
     rows.first += gate * hidden;
     return rows;
@@ -120,7 +120,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // `slot`: whether the step is an odd one, known where this is inlined
   auto take_step = [&](int local, int slot) {
-    const int step = a.first_step + local, t = d ? a.total - 1 - step : step;
     float share[ITEMS][GATES];
     stream.await();
 #pragma unroll
@@ -128,11 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int gate = 0; gate < GATES; ++gate)
         share[i][gate] = to_float(stream.read(slot, i, gate));
-    bool cut[ITEMS];
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-      cut[i] = FEATURES && mine(i) && times.cut(t, first + sequence_of(i), length[i]);
     copy_share(local + AHEAD, slot);
+    const int step = a.first_step + local, t = d ? a.total - 1 - step : step;
     const int count = local + FEATURES, sums_slot = (slot + FEATURES) & 1;
     float* const partial = product.partial(sums_slot);
     if (local == 0) {
@@ -157,12 +153,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         product.read_sums(sums_slot, i, sum);
         float h_in = h[i], c_in = cell[i];
         if (FEATURES) {
-          const bool to_initial = cut[i] && (a.flags & RESET_TO_INITIAL);
+          const bool cut = times.cut(t, first + s, length[i]);
+          const bool to_initial = cut && (a.flags & RESET_TO_INITIAL);
           const bool begins = d && t == length[i] - 1;
 #pragma unroll
           for (int gate = 0; gate < GATES; ++gate)
-            sum[gate] = to_initial || begins ? initial_sum[i][gate] : cut[i] ? 0.0f : sum[gate];
-          if (cut[i]) {
+            sum[gate] = to_initial || begins ? initial_sum[i][gate] : cut ? 0.0f : sum[gate];
+          if (cut) {
             h_in = to_initial ? to_float(a.h0[state_at(i)]) : 0.0f;
             if (CELL == 0) c_in = to_initial ? to_float(a.c0[state_at(i)]) : 0.0f;
           }

@@ -11,7 +11,7 @@ constexpr int VECTOR_ROW = INNER_BYTES + (INNER_BYTES % 128 == 0 ? 64 : 0);
 constexpr int VECTOR_BYTES = GRID ? 0 : SEQUENCES * VECTOR_ROW;
 // rows of partial sums: 4 apart modulo 16, so that neither the products' writes nor the reads meet
 constexpr int PARTIAL_ROW = BLOCK_ROWS + 4;
-constexpr int PARTIAL_BYTES = K_WARPS * SEQUENCES * PARTIAL_ROW * 4;
+constexpr int PARTIAL_BYTES = DIRECT ? 0 : K_WARPS * SEQUENCES * PARTIAL_ROW * 4;
 constexpr int RECEIVED_BYTES = OWNERS > 1 ? OWNERS * SEQUENCES * OWN_ROWS * 4 : 0;
 constexpr int STAGE_BYTES = !GRID && CLUSTER > 1 ? WARPS * INNER * 32 * int(sizeof(Element)) : 0;
 // what a step reads from memory; see stream.cuh

@@ -31,6 +31,7 @@ struct Multiplier : Memory {
   bool given_up;
   int* failed;
   u32 w[REGISTER_TILES][CHUNKS][2][4];
+  float finished[BATCH_TILES][ROW_TILES][4];  // where DIRECT: the sums of this lane's items
 
   __device__ __forceinline__ Multiplier(int hidden, int sequences, int* failed)
       : Memory(sequences), hidden(hidden), given_up(false), failed(failed) {
@@ -51,9 +52,8 @@ struct Multiplier : Memory {
     int unit, part;
   };
   __device__ __forceinline__ static Row row_at(int r) {
-    if (!DIRECT) return {r / OWN_ROWS * UNITS + r % OWN_ROWS / OUTER, r % OUTER};
-    const int unit = r % WARP_ROWS / OUTER;  // beyond the warp's own: of nobody
-    return {unit < WARP_UNITS ? r / WARP_ROWS * WARP_UNITS + unit : ROWS, r % WARP_ROWS % OUTER};
+    if (DIRECT) return {r / 16 * TILE_UNITS + r % TILE_UNITS, r % 16 / TILE_UNITS};
+    return {r / OWN_ROWS * UNITS + r % OWN_ROWS / OUTER, r % OUTER};
   }
 
   // VEC elements of W from inner position k on, zero beyond the end. The matrix is the layer's own,
@@ -91,7 +91,7 @@ struct Multiplier : Memory {
           const Row row = row_at(r);
           const int unit = first_unit + row.unit;
           rows[half] = make_uint4(0, 0, 0, 0);
-          if (row.unit < OWNERS * UNITS && unit < hidden)
+          if (row.unit < OWNERS * UNITS && row.part < OUTER && unit < hidden)
             rows[half] = weights_at(matrix, unit, row.part, k_of(c));
 #if DTYPE == 2
           rows[half] = make_uint4(to_tf32(rows[half].x), to_tf32(rows[half].y),
@@ -147,7 +147,7 @@ struct Multiplier : Memory {
   }
 
   // The sums over this warp's part of the inner dimension, for batch tile n.
-  __device__ __forceinline__ void leave(const Sums& sums, float* partial, int n) const {
+  __device__ __forceinline__ void leave(const Sums& sums, float* partial, int n) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
       float total[4];
@@ -157,6 +157,10 @@ struct Multiplier : Memory {
 #pragma unroll
         for (int chain = 1; chain < CHAINS; ++chain) total[i] += sums.of[m][chain][i];
       }
+      if (DIRECT) {
+        deal(finished[n][m], total);
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int s = n * 8 + q * 2 + i % 2;
@@ -165,10 +169,24 @@ struct Multiplier : Memory {
       }
     }
   }
+  // Of a unit with four rows, a lane has two for two sequences, and the lane 16 further the other
+  // two: each takes all four for one of them.
+  __device__ __forceinline__ void deal(float (&to)[4], const float (&total)[4]) const {
+    if (OUTER == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = total[i];
+      return;
+    }
+    const bool low = g < 4;
+    const float first = __shfl_xor_sync(~0u, low ? total[1] : total[0], 16);
+    const float second = __shfl_xor_sync(~0u, low ? total[3] : total[2], 16);
+    to[0] = low ? total[0] : first, to[1] = low ? first : total[1];
+    to[2] = low ? total[2] : second, to[3] = low ? second : total[3];
+  }
 
   // v from shared memory, or however fetch(c, n) gives the lane's part of it
   template <class Fetch>
-  __device__ __forceinline__ void multiply(float* partial, Fetch fetch) const {
+  __device__ __forceinline__ void multiply(float* partial, Fetch fetch) {
 #pragma unroll
     for (int n = 0; n < BATCH_TILES; ++n) {
       if (n * 8 >= sequences) break;

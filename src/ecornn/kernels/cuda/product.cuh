@@ -25,10 +25,7 @@ struct Product : Multiplier {
   // ---- once all warps multiplied: bring the sums to the blocks that own the rows.
   // `count` numbers the products of this launch.
   __device__ __forceinline__ void collect(int count) {
-    if (DIRECT) {
-      __syncwarp();
-      return;
-    }
+    if (DIRECT) return;
     __syncthreads();
 #if GRID && CLUSTER > 1
     const float* const sums = partial(count & 1);
@@ -45,7 +42,6 @@ struct Product : Multiplier {
     Patience patience;
     while (!barrier_passed(barrier(slot), (count >> 1) & 1) && !give_up(patience)) {
     }
-    acquire_pushed();
     // re-armed for the product after the next, whose sums cannot come before this block's next ones
     if (threadIdx.x == 0) barrier_expect(barrier(slot), expected_bytes());
 #endif
@@ -54,13 +50,15 @@ struct Product : Multiplier {
   // The finished rows of y of item i's unit.
   __device__ __forceinline__ void read_sums(int slot, int i, float (&sum)[OUTER]) const {
 #pragma unroll
-    for (int part = 0; part < OUTER; ++part) sum[part] = 0.0f;
+    for (int part = 0; part < OUTER; ++part)
+      sum[part] = DIRECT ? finished[i / TILE_ITEMS % BATCH_TILES][i / TILE_ITEMS / BATCH_TILES]
+                                   [OUTER == 1 ? i % 4 : part]
+                         : 0.0f;
+    if (DIRECT) return;
     constexpr int TERMS = OWNERS == 1 ? K_WARPS : OWNERS;
     constexpr int ROW = OWNERS == 1 ? PARTIAL_ROW : OWN_ROWS;
-    const int row = DIRECT ? row_warp * WARP_ROWS + (unit_of(i) - row_warp * WARP_UNITS) * OUTER
-                           : unit_of(i) * OUTER;
     const float* const first =
-        (OWNERS == 1 ? partial(slot) : received(slot)) + sequence_of(i) * ROW + row;
+        (OWNERS == 1 ? partial(slot) : received(slot)) + sequence_of(i) * ROW + unit_of(i) * OUTER;
 #pragma unroll
     for (int k = 0; k < TERMS; ++k) {
       const float* const at = first + k * SEQUENCES * ROW;
@@ -111,11 +109,10 @@ struct Product : Multiplier {
   __device__ __forceinline__ void await_vectors(int count) {
 #if !GRID && CLUSTER > 1
     // a warp without units pushes nothing, and nobody would wait for it
-    if (DIRECT && row_warp * WARP_UNITS >= min(UNITS, padded - unit0())) return;
+    if (DIRECT && row_warp * ROW_TILES * TILE_UNITS >= min(UNITS, padded - unit0())) return;
     Patience patience;
     while (!barrier_passed(barrier(count & 1), (count >> 1) & 1) && !give_up(patience)) {
     }
-    acquire_pushed();
 #elif !GRID
     __syncthreads();
 #endif
@@ -132,7 +129,7 @@ struct Product : Multiplier {
 #if CLUSTER > 1
     __syncwarp();
 #pragma unroll
-    for (int p = 0; p < INNER; ++p) stage()[p * 32 + lane] = value[p];
+    for (int p = 0; p < INNER; ++p) stage()[p * 32 + place_of_lane()] = value[p];
     __syncwarp();
     constexpr int PUSHES = 32 / TOGETHER * INNER * CLUSTER;
     const u32 to = lane % CLUSTER;  // 32 is a multiple of CLUSTER

@@ -8,32 +8,21 @@
 #include "product.cuh"
 #include "sequence.cuh"
 
-// What can be copied at once everywhere in tensors whose rows are multiples of `hidden`.
-enum Grain { ALL_TOGETHER, WORDS, ELEMENTS };
-
-template <class... Tensors>
-__device__ __forceinline__ Grain grain_of(int hidden, Tensors... tensors) {
-  const size_t places = (reinterpret_cast<size_t>(tensors) | ...);
-  constexpr int WORD = 4 / int(sizeof(Element));
-  if (hidden % TOGETHER == 0 && places % (TOGETHER * sizeof(Element)) == 0) return ALL_TOGETHER;
-  return hidden % WORD == 0 && places % 4 == 0 ? WORDS : ELEMENTS;
-}
-
 struct Stream {
   static constexpr int GROUPS = 32 / TOGETHER, COPIES = PARTS * GROUPS;
   static constexpr int ROUNDS = (COPIES + 31) / 32;
   static_assert(ITEMS * ROUNDS <= 32, "`needed` has too few bits");
 
   const Product& product;
-  Grain grain;  // what can be copied at once everywhere
+  bool by_vectors;  // all rows begin where vectors can be copied from
   const Element* from[ITEMS][ROUNDS];
   int step[ROUNDS];
   u32 needed;  // one bit for each of `from`
 
   // `rows(part)`: the first step's rows of a tensor.
   template <class Source>
-  __device__ __forceinline__ Stream(const Product& product, Grain grain, Source rows)
-      : product(product), grain(grain), needed(0) {
+  __device__ __forceinline__ Stream(const Product& product, bool by_vectors, Source rows)
+      : product(product), by_vectors(by_vectors), needed(0) {
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
@@ -44,7 +33,7 @@ struct Stream {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
           const int unit = product.unit_at(i, first_of(r)), s = product.sequence_at(i, first_of(r));
-          const bool inside = unit < product.hidden - product.unit0();
+          const bool inside = unit < product.below(product.hidden - product.unit0());
           from[i][r] = own.at(s, product.unit0() + unit);
           if (own.there && s < product.sequences && inside) needed |= 1u << (i * ROUNDS + r);
         }
@@ -83,33 +72,24 @@ struct Stream {
     __syncwarp();
   }
   __device__ __forceinline__ Element read(int slot, int i, int part) const {
-    return place(slot, i, part)[product.lane];
+    return place(slot, i, part)[product.place_of_lane()];
   }
 
  private:
   __device__ __forceinline__ void copy_one(Element* to, const Element* source, int i, int r) const {
-    if (grain == ALL_TOGETHER) {
-      copy_async<TOGETHER* int(sizeof(Element))>(to, source);
+    if (by_vectors) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)),
+                   "l"(source), "n"(TOGETHER * int(sizeof(Element)))
+                   : "memory");
       return;
     }
     const int left = product.hidden - product.unit0() - product.unit_at(i, first_of(r));
-    constexpr int WORD = 4 / int(sizeof(Element));
-    if (grain == WORDS) {
-#pragma unroll
-      for (int e = 0; e < TOGETHER; e += WORD)
-        if (e < left) copy_async<4>(to + e, source + e);
-      return;
-    }
-    Element values[TOGETHER];  // all loads before the first store, which waits for them
-#pragma unroll
-    for (int e = 0; e < TOGETHER; ++e) values[e] = e < left ? source[e] : Element(0);
-#pragma unroll
-    for (int e = 0; e < TOGETHER; ++e) to[e] = values[e];
-  }
-  template <int BYTES>
-  __device__ __forceinline__ static void copy_async(Element* to, const Element* source) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(source),
-                 "n"(BYTES)
-                 : "memory");
+#pragma unroll 1
+    for (int e = 0; e < min(TOGETHER, left); ++e) to[e] = source[e];
   }
 };
+
+// Whether vectors can be copied from everywhere in a tensor whose rows are multiples of a vector.
+__device__ __forceinline__ bool begins_a_vector(const void* tensor) {
+  return reinterpret_cast<size_t>(tensor) % 16 == 0;
+}

@@ -168,10 +168,9 @@ def _tiles(
     for warps in (1, 2, 4, 8, 16) if small else (4, 8, 16):
         for row_warps in (1, 2, 4, 8, 16):
             k_warps = warps // row_warps
-            direct = not grid and k_warps == 1
-            if direct and units % (4 * row_warps) != 0:
-                continue  # neighbours are copied together, four at least
-            tiles = -(-outer * units * owners // TILE_ROWS)
+            # where sums stay in registers a unit has one row of a tile or four
+            rows = 4 if outer > 1 and not grid and k_warps == 1 else outer
+            tiles = -(-rows * units * owners // TILE_ROWS)
             # the vector would be read from memory once for each row of warps
             if (
                 k_warps == 0
@@ -181,8 +180,6 @@ def _tiles(
             ):
                 continue
             row_tiles, k_chunks = -(-tiles // row_warps), -(-own_chunks // k_warps)
-            if direct:  # whole units to each warp
-                row_tiles = -(-outer * units // row_warps // TILE_ROWS)
             batch_tiles = -(-group_batch // TILE_SEQUENCES)
             for at_once in _at_once(k_chunks * batch_tiles) if grid else (1,):
                 fitting = []
@@ -190,7 +187,6 @@ def _tiles(
                     tile = Tile(
                         *(ask.kernel, ask.cell, ask.numbers, units, row_warps, k_warps),
                         *(row_tiles, register_tiles, k_chunks, batch_tiles, grid, cluster),
-                        partial_buffers=1 if direct else 2,
                         at_once=at_once,
                         features=ask.features,
                     )

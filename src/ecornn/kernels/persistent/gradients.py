@@ -17,9 +17,9 @@ from ecornn.spec import GATES
 TILE = 64
 #: Blocks that share the inner dimension where there are clusters.
 SPLIT = 8
-#: Multiplications and additions up to which one launch is the better way: beyond, torch's own
-#: products are so much faster that their launches do not count.
-MOST_WORK = 4e9
+#: Multiplications and additions up to which one launch is the better way, by the size of a value:
+#: beyond, torch's own products are so much faster that their launches do not count.
+MOST_WORK = {2: 7e9, 4: 2e9}
 
 
 class GradientArguments(ctypes.Structure):
@@ -63,9 +63,10 @@ class GradientTile:
         return Variant("gradients.cu", arch, tuple(constants.items()))
 
 
-def is_small(cell: str, rows: int, hidden: int, inputs: int) -> bool:
+def is_small(cell: str, dtype: torch.dtype, rows: int, hidden: int, inputs: int) -> bool:
     """Whether one launch is the better way."""
-    return 2.0 * rows * GATES[cell] * hidden * (2 * inputs + hidden) <= MOST_WORK
+    work = 2.0 * rows * GATES[cell] * hidden * (2 * inputs + hidden)
+    return work <= MOST_WORK[dtype.itemsize]
 
 
 def blocks(

@@ -18,6 +18,8 @@ from ecornn.kernels.persistent.tile import Geometry, Tile
 
 #: Largest cluster that needs no permission.
 PORTABLE_CLUSTER = 8
+#: The driver's answer to a thread that has no context.
+INVALID_CONTEXT = 201
 
 
 class LaunchError(EcornnError, RuntimeError):
@@ -164,7 +166,11 @@ class Launcher:
             config.grid_x = blocks
         config.stream = torch._C._cuda_getCurrentRawStream(self.device)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        code = self._launch(ctypes.addressof(config), self._handle, ctypes.addressof(pointers), 0)
+        launch = (ctypes.addressof(config), self._handle, ctypes.addressof(pointers), 0)
+        code = self._launch(*launch)
+        if code == INVALID_CONTEXT:  # the first thing that autograd's thread does on the GPU
+            make_context_current(self.device)
+            code = self._launch(*launch)
         if code != 0:
             raise LaunchError(f"launching {self.geometry}: {driver().CUresult(code)!r}")
 

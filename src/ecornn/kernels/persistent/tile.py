@@ -79,14 +79,14 @@ class Tile:
 
     @property
     def direct(self) -> bool:
-        """Whether sums stay in the warp that makes them."""
+        """Whether sums stay in the registers of the warp that makes them."""
         return not self.grid and self.k_warps == 1
 
     @property
     def items(self) -> int:
         """(unit, sequence) pairs of a thread."""
         if self.direct:
-            return -(-self.units // self.row_warps * self.sequences // 32)
+            return self.row_tiles * self.batch_tiles * (4 if self.outer == 1 else 1)
         return -(-self.units * self.sequences // self.threads)
 
     @cached_property
@@ -98,7 +98,7 @@ class Tile:
         row += CHUNK_BYTES if row % 128 == 0 else 0
         vectors = 0 if self.grid else self.sequences * row
         block_rows = self.row_warps * self.row_tiles * TILE_ROWS
-        partial = self.k_warps * self.sequences * (block_rows + 4) * 4
+        partial = 0 if self.direct else self.k_warps * self.sequences * (block_rows + 4) * 4
         received = 0
         if self.owners > 1:
             received = self.owners * self.sequences * self.outer * self.units * 4
