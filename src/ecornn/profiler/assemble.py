@@ -23,7 +23,7 @@ def assemble(collector: Collector, error: BaseException | None) -> MemoryReport:
     length = len(collector.times) + 1
     columns = {kind: _over_time(held, kind, length) for kind in TENSORS}
     columns = {kind: column for kind, column in columns.items() if any(column)}
-    totals = [sum(column[time] for column in columns.values()) for time in range(length)]
+    totals = [sum(at) for at in zip(*columns.values(), strict=True)] or [0] * length
     allocator = collector.allocator
     if in_blocks and allocator is None:
         columns["rounding"] = _rounding_over_time(held, length)

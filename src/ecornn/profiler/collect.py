@@ -18,9 +18,17 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ecornn.profiler import allocator, kept, places, storages
 from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
-from ecornn.profiler.places import Calls, Line, Lines, generates_code, in_generated_code
+from ecornn.profiler.places import (
+    Calls,
+    Line,
+    Lines,
+    generates_code,
+    in_generated_code,
+    passed_over_by_compiler,
+)
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.storages import PLAIN, Ledger, parts
 
@@ -58,7 +66,7 @@ class Collector(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """torch would wrap what follows, which costs 2 µs an operator and the import of its
-        compiler; `made_for` has it done where a compiler is there to be kept out."""
+        compiler; where that is loaded, `made_for` keeps it out by other means."""
         return False
 
     @classmethod
@@ -106,7 +114,11 @@ class Collector(TorchDispatchMode):
     def made_for(
         model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, every: int
     ) -> Collector:
-        kind = CollectorBesideCompiler if "torch._dynamo" in sys.modules else Collector
+        kind = Collector
+        if "torch._dynamo" in sys.modules:
+            ours = (sys.modules[__name__], storages, kept, allocator, places)
+            alone = passed_over_by_compiler(*ours)
+            kind = CollectorBesideCompiler if alone else WrappedCollector
         return kind(model, optimizers, device, every)
 
     def see_others(self) -> None:
@@ -247,18 +259,21 @@ class Collector(TorchDispatchMode):
 
 
 class CollectorBesideCompiler(Collector):
-    """Where torch's compiler is loaded, it must not look into our own code, and what its code reads
-    and makes must be told apart by what was there before."""
-
-    # torch wraps what is the class's own
-    __torch_dispatch__ = Collector.__torch_dispatch__
+    """Where torch's compiler is loaded, what its code reads and makes must be told apart by what
+    was there before."""
 
     def start(self) -> None:
-        if generates_code():
+        if generates_code():  # takes as long as many a step
             alive = [one for one in tensors_alive() if one.device == self.ledger.device]
             storages = [part.untyped_storage() for tensor in alive for part in parts(tensor)]
             self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
         super().start()
+
+
+class WrappedCollector(CollectorBesideCompiler):
+    """For a torch that cannot be told to pass over our code: it wraps what is the class's own."""
+
+    __torch_dispatch__ = Collector.__torch_dispatch__
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

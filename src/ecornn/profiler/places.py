@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType, GeneratorType
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -41,9 +41,43 @@ class Lines:
         return None
 
 
+def passed_over_by_compiler(*modules: ModuleType) -> bool:
+    """What is defined in them runs as it is where it is called in the midst of a program that is
+    being compiled. Only the code objects are marked. False if torch has no means for that."""
+    from torch._dynamo import eval_frame
+
+    skip: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
+    if skip is None:
+        return False
+    for module in modules:
+        for code in _code_of(module):
+            skip(code)
+    return True
+
+
+@cache
+def _code_of(module: ModuleType) -> tuple[CodeType, ...]:
+    own = [
+        one for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__
+    ]
+    members = [one for kind in own if isinstance(kind, type) for one in vars(kind).values()]
+    functions = [getattr(one, "__func__", getattr(one, "fget", one)) for one in [*own, *members]]
+    waiting = [one.__code__ for one in functions if isinstance(one, FunctionType)]
+    found = []
+    while waiting:  # comprehensions and inner functions have code of their own
+        code = waiting.pop()
+        found.append(code)
+        waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return tuple(found)
+
+
 def generates_code() -> bool:
-    """Whether inductor may have written code that runs here."""
-    return "torch._inductor.codecache" in sys.modules
+    """Whether inductor may have written code that runs here: it has, or does not tell."""
+    inductor = sys.modules.get("torch._inductor.codecache")
+    if inductor is None:
+        return False
+    written = getattr(getattr(inductor, "PyCodeCache", None), "modules", None)
+    return written is None or len(written) > 0
 
 
 def in_generated_code() -> bool:
