@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 
 from ecornn.profiler.allocator import Allocator, Reading, rounded
 from ecornn.profiler.collect import Collector
-from ecornn.profiler.model import TENSORS, Held, MemoryReport, Row, Timeline, largest_first, rows_of
+from ecornn.profiler.model import (
+    TENSORS,
+    Held,
+    MemoryReport,
+    Row,
+    Timeline,
+    WhatIf,
+    largest_first,
+    rows_of,
+)
 from ecornn.profiler.places import line_text
 from ecornn.profiler.storages import Record
 
@@ -48,10 +57,23 @@ def assemble(collector: Collector, error: BaseException | None) -> MemoryReport:
         rows=tuple(largest_first([*rows_of(held, peak_time), *beyond])),
         held=held,
         timeline=timeline,
-        notes=tuple(_notes(collector)),
+        notes=tuple(_notes(collector, timeline.phase[peak_time])),
         error=None if error is None else f"{type(error).__name__}: {error}",
         environment=_environment(device),
+        what_if=_what_if(collector, records, columns),
     )
+
+
+def _what_if(
+    collector: Collector, records: Sequence[Record], columns: Mapping[str, Sequence[int]]
+) -> tuple[WhatIf, ...]:
+    """When feature maps take most."""
+    kept = columns.get("feature maps")
+    if collector.trace is None or kept is None:
+        return ()
+    from ecornn.profiler.what_if import what_if
+
+    return what_if(collector.trace.calls, records, max(range(len(kept)), key=kept.__getitem__))
 
 
 def kind_of(record: Record) -> str:
@@ -150,8 +172,12 @@ def _allocator_rows(
     return [row for row in rows if row.bytes]
 
 
-def _notes(collector: Collector) -> list[str]:
+def _notes(collector: Collector, phase: str) -> list[str]:
     notes = []
+    if collector.trace is not None and phase == "optimizer":
+        notes.append(
+            "the peak is in the optimizer's step: making feature maps again does not lower it"
+        )
     elsewhere = sorted(collector.ledger.elsewhere)
     if elsewhere:
         notes.append(f"tensors on {', '.join(elsewhere)} are not counted")

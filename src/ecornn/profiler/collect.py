@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from ecornn.profiler.places import (
 )
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.storages import PLAIN, Ledger, parts
+
+if TYPE_CHECKING:
+    from ecornn.profiler.trace import Trace
 
 #: Of the peak: what is looked for in all that Python knows of, where tensors that the step reads
 #: leave more than this unexplained. Libraries' buffers take about 1 % of a large step's peak.
@@ -87,6 +90,8 @@ class Collector(TorchDispatchMode):
         self.graph = Graph(self._kept)
         #: At each time from 1: operator, module, phase.
         self.times: list[tuple[str, str, str]] = []
+        #: Writes down the forward pass, where that was asked for.
+        self.trace: Trace | None = None
         self.saw_backward = False
         self.saw_compiled = False
         self._lines = Lines()
@@ -175,6 +180,8 @@ class Collector(TorchDispatchMode):
                 if line is None and phase != "backward":
                     line = self._lines.here()
                 ledger.made(tensor, module, operator.name, line)
+        if self.trace is not None and phase == "forward":
+            self.trace.saw(func, args, kwargs, result, module, ledger.clock)
         if self.allocator is not None:
             self.allocator.after(operator.name, ledger.clock, ledger.bytes_alive)
         return result
