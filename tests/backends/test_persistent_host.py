@@ -14,11 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecornn.backends import persistent, persistent_calls
+from ecornn.backends import (
+    persistent,
+    persistent_backward,
+    persistent_calls,
+    persistent_plain,
+)
+from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.registry import by_name
 from ecornn.errors import NoBackend
+from ecornn.kernels.persistent import gradients, shares
 from ecornn.kernels.persistent.choose import Chip, Request, ranked
+from ecornn.kernels.persistent.gradients import GradientTile
+from ecornn.kernels.persistent.shares import ShareTile
+from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.reference import DirectionWeights
 from ecornn.spec import GATES
 from support.emulated import EmulatedLauncher
@@ -34,6 +44,8 @@ class Machine:
 
     def __init__(self) -> None:
         self.launchers: list[EmulatedLauncher] = []
+        self.gradients: list[EmulatedLauncher] = []
+        self.shares: list[EmulatedLauncher] = []
         self.most_batch, self.most_directions, self.through_l2 = 99, 2, False
 
     def geometry(self, ask: Request, device: int | None) -> Any:
@@ -46,6 +58,16 @@ class Machine:
         self.launchers.append(EmulatedLauncher(geometry))
         return self.launchers[-1]
 
+    def gradient_launcher(self, cell: str, numbers: str, device: int | None) -> EmulatedLauncher:
+        self.gradients.append(
+            EmulatedLauncher(Geometry(GradientTile(cell, numbers, 8), 8, 1, 1, 0))
+        )
+        return self.gradients[-1]
+
+    def share_launcher(self, numbers: str, device: int | None) -> EmulatedLauncher:
+        self.shares.append(EmulatedLauncher(Geometry(ShareTile(numbers), 1, 1, 1, 0)))
+        return self.shares[-1]
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
@@ -53,6 +75,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     class NoFailure:
         address = 0
+
+        def check(self) -> None: ...
 
     @contextmanager
     def prepared(call: LayerCall) -> Iterator[None]:
@@ -63,6 +87,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(persistent_calls, "failure_flag", NoFailure)
     monkeypatch.setattr(persistent_calls, "_LAUNCHES", {})
     monkeypatch.setattr(persistent, "_prepared", prepared)
+    for module in (persistent_backward, persistent_plain):
+        monkeypatch.setattr(module, "gradient_launcher", found.gradient_launcher)
+    monkeypatch.setattr(persistent_plain, "failure_flag", NoFailure)
+    monkeypatch.setattr(persistent_plain, "share_launcher", found.share_launcher)
     return found
 
 
@@ -137,7 +165,95 @@ def test_one_launch_a_pass(
     keep = "states" if cell.startswith("rnn") else keep
     found = assert_like_the_definition(make_call(cell, 80, directions=directions, keep=keep))
     assert [launcher.launches for launcher in machine.launchers] == [1, 1]
+    # one more for all gradients of a small layer of one direction
+    assert [launcher.launches for launcher in machine.gradients] == [1] * (directions == 1)
     assert len(found.kept) == (directions if keep == "gates" else 0)
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("cell", CELLS)
+def test_gradients_of_a_layer_that_is_not_small(
+    machine: Machine, cell: str, directions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "MOST_WORK", {4: 1})
+    assert_like_the_definition(make_call(cell, 24, directions=directions))
+    assert not machine.gradients
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
+@pytest.mark.parametrize("keep", ["none", "gates"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_short_way_is_the_general_one(
+    machine: Machine,
+    cell: str,
+    keep: str,
+    through_l2: bool,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine.through_l2 = through_l2
+    if not bias:  # with and without a product of its own
+        monkeypatch.setattr(shares, "MOST_WORK", {4: 1})
+    keep = "states" if keep == "gates" and cell.startswith("rnn") else keep
+    call = make_call(cell, 80, keep=keep)
+    w = call.weights[0] if bias else DirectionWeights(call.weights[0].w_ih, call.weights[0].w_hh)
+    call = replace(call, weights=(w,))
+    assert PlainLayer.serves(call)
+    layer = PlainLayer(call)
+    inputs = (call.input_TBI, call.h0_DBR, call.c0_DBH)
+    weights = tuple(call.flat_weights())
+    assert layer.fits(*inputs, list(weights))
+    want = by_name("persistent").forward(call)
+    found = layer.forward(*inputs, weights)
+    assert [launcher.launches for launcher in machine.shares] == [1] * bias
+    pairs = list(zip(found, [*want[:4], *(want.kept or [None])], strict=True))
+    assert layer.has_backward == (keep != "none")
+    if layer.has_backward:
+        d_states = torch.randn(2, *call.h0_DBR.shape)
+        grads = (torch.randn_like(found.output_TBO), d_states[0], d_states[1])
+        grads = grads if call.cell == "lstm" else (*grads[:2], None)
+        result = (found.output_TBO, found.cells_TBE, found.kept)
+        some = layer.backward(
+            grads, (*inputs, weights), result, needs_input=True, needs_states=True
+        )
+        whole = by_name("persistent").backward(
+            call, want, ResultGrads(*grads, None), BackwardRequest()
+        )
+        pairs += zip([*some[:3], *some.weights], [*whole[:3], *whole.weights], strict=True)
+    for a, b in pairs:
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert_matches(a.view(b.shape), b.double(), tolerance(torch.float32, STEPS))
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"keep": "states"},
+        {"cell_states": True},
+        {"lengths_B": torch.tensor([3, 4, 5, 6])},
+        {"resets_TB": torch.zeros(STEPS, BATCH, dtype=torch.bool)},
+        {"directions": 2},
+        {"hidden": 25},
+    ],
+    ids=lambda special: next(iter(special)),
+)
+def test_the_short_way_is_for_plain_calls(machine: Machine, special: dict[str, Any]) -> None:
+    assert PlainLayer.serves(make_call("lstm", keep="gates"))
+    assert not PlainLayer.serves(make_call("lstm", **{"keep": "gates", **special}))
+
+
+def test_the_short_way_needs_memory_as_the_kernels_read_it(machine: Machine) -> None:
+    call = make_call("lstm", keep="gates")
+    layer, weights = PlainLayer(call), call.flat_weights()
+    x, h0, c0 = call.input_TBI, call.h0_DBR, call.c0_DBH
+    assert layer.fits(x, h0, c0, weights)
+    across = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not layer.fits(across, h0, c0, weights)
+    shifted = torch.empty(h0.numel() + 1)[1:].view_as(h0)
+    assert not layer.fits(x, shifted, c0, weights)
+    assert not layer.fits(x, h0, c0, [weights[0].T.contiguous().T, *weights[1:]])
 
 
 @pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])

@@ -195,9 +195,11 @@ def test_more_steps_than_cudnn_takes(backend: str, cell: str) -> None:
     assert_like_float64(layer, x, 70_000)
 
 
+@pytest.mark.parametrize("backend", ["auto", "aten"])
 @pytest.mark.parametrize("cell", CELLS)
-def test_differentiates_twice(cell: str) -> None:
-    layer = getattr(ecornn, cell)(5, 6, 2, device="cuda")
+def test_differentiates_twice(cell: str, backend: str) -> None:
+    kinds = {"bidirectional": True, "bias": False} if backend == "aten" else {}
+    layer = getattr(ecornn, cell)(5, 6, 2, device="cuda", backend=backend, **kinds)
     reference = in_float64(layer)
 
     def penalty(module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -212,6 +214,31 @@ def test_differentiates_twice(cell: str) -> None:
     x = torch.randn(7, 3, 5, device="cuda")
     for a, b in zip(penalty(layer, x), penalty(reference, x.double().cpu()), strict=True):
         assert_matches(a, b, tolerance(torch.float32, 7, cudnn=True, order=2))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_call_of_cudnn_has_no_function_around_it(cell: str) -> None:
+    layer = getattr(ecornn, cell)(5, 6, 2, bidirectional=True, device="cuda", backend="aten")
+    output = layer(torch.randn(7, 3, 5, device="cuda"))[0]
+    assert output.grad_fn is not None
+    assert output.grad_fn.name() == "CudnnRnnBackward0"
+
+
+def test_states_of_zeros_stay_zeros() -> None:
+    """All calls share them; writing to what a layer returns must not reach them."""
+    layer = ecornn.LSTM(8, 8, device="cuda")
+    x = torch.randn(9, 2, 8, device="cuda")
+    with torch.inference_mode():  # the first call must not make them unfit for gradients
+        before = layer(x)[0].clone()
+    for backend in ("auto", "aten", "persistent", "reference"):
+        layer.backend = backend
+        output, (h, c) = layer(x)
+        output.square().sum().backward()
+        for result in (output, h, c):
+            result.detach().fill_(7.0)
+    layer.backend = "auto"
+    with torch.inference_mode():
+        assert torch.equal(layer(x)[0], before)
 
 
 def test_second_derivative_through_drawn_masks_is_refused() -> None:

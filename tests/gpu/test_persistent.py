@@ -4,6 +4,8 @@ regime of exchange and feature, and that a launch never hangs or goes wrong by c
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -344,6 +346,20 @@ def test_a_memory_is_kept_for_thousands_of_steps(dtype: torch.dtype) -> None:
     found = by_name("persistent").backward(call, result, grads, BackwardRequest())
     assert found.c0_DBH is not None
     assert_matches(found.c0_DBH, torch.full_like(c0, kept.item(), dtype=torch.float64), 1e-2)
+
+
+def test_a_process_whose_first_backward_pass_is_a_layer_s() -> None:
+    """autograd's thread has no CUDA context of its own then."""
+    program = """
+import torch, ecornn
+layer = ecornn.LSTM(64, 64, device="cuda", dtype=torch.bfloat16, backend="persistent")
+x = torch.randn(9, 2, 64, device="cuda", dtype=torch.bfloat16)
+out = layer(x)[0]
+out.backward(torch.ones_like(out))
+print(float(layer.weight_hh_l0.grad.float().abs().sum()) > 0)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout.strip() == "True", run.stderr
 
 
 def test_an_empty_batch() -> None:

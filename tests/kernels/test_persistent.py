@@ -24,7 +24,9 @@ from ecornn.kernels.persistent.choose import (
     registers,
 )
 from ecornn.kernels.persistent.floor import FloorArguments
+from ecornn.kernels.persistent.gradients import SPLIT, GradientArguments, GradientTile
 from ecornn.kernels.persistent.model import describe, estimate, explain, terms
+from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry
 from ecornn.spec import GATES
 
@@ -57,6 +59,22 @@ def test_compiles_for(arch: str, cell: str, numbers: str, kernel: str) -> None:
     code = build(ranked(ask, CHIPS[arch])[0].tile.variant(arch))
     assert kernel.encode() in code
     assert resources(code).registers <= 255
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_the_gradients_compile_for(arch: str, cell: str, numbers: str) -> None:
+    tile = GradientTile(cell, numbers, SPLIT if CHIPS[arch].clusters else 1)
+    assert resources(build(tile.variant(arch))).frame_bytes == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_the_shares_compile_for(arch: str, numbers: str) -> None:
+    assert resources(build(ShareTile(numbers).variant(arch))).frame_bytes == 0
 
 
 @needs_compiler
@@ -172,6 +190,8 @@ def _members(source: str, name: str) -> list[str]:
         ("forward.cu", ForwardArguments),
         ("backward.cu", BackwardArguments),
         ("exchange_floor.cu", FloorArguments),
+        ("gradients.cu", GradientArguments),
+        ("shares.cu", ShareArguments),
     ],
 )
 def test_arguments_are_those_of_the_source(source: str, structure: type[ctypes.Structure]) -> None:

@@ -19,6 +19,8 @@ from ecornn.kernels.persistent.arguments import (
     BackwardArguments,
     ForwardArguments,
 )
+from ecornn.kernels.persistent.gradients import GradientArguments
+from ecornn.kernels.persistent.shares import ShareArguments
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.spec import GATES
 
@@ -235,6 +237,37 @@ def _cell_backward(
     return d_h * (1 - y**2 if cell == "rnn_tanh" else y > 0), nothing, nothing
 
 
+def gradients(a: GradientArguments, cell: str) -> None:
+    h_size, rows = a.hidden, GATES[cell] * a.hidden
+    stored = (4 if cell in ("lstm", "gru") else 1) * h_size
+    d_gates = view(a.d_gates, a.rows, stored)
+    x, w_ih = view(a.input, a.rows, a.inputs), view(a.w_ih, rows, a.inputs)
+    output, h0 = view(a.output, a.rows, a.output_row), view(a.h0, a.batch, h_size)
+    assert d_gates is not None
+    assert x is not None
+    assert output is not None
+    assert h0 is not None
+    assert w_ih is not None
+    own = output[:, :h_size]
+    entered = np.concatenate([own[a.batch :], h0] if a.reverse else [h0, own[: a.rows - a.batch]])
+    to_input = d_gates[:, h_size:] if cell == "gru" else d_gates
+    to_state = np.roll(d_gates[:, : 3 * h_size], -h_size, 1) if cell == "gru" else d_gates
+    if a.d_input:
+        view(a.d_input, a.rows, a.inputs)[:] = to_input @ w_ih  # type: ignore[index]
+    view(a.d_w_ih, rows, a.inputs)[:] = to_input.T @ x  # type: ignore[index]
+    view(a.d_w_hh, rows, h_size)[:] = to_state.T @ entered  # type: ignore[index]
+    if a.d_b_ih:
+        view(a.d_b_ih, rows)[:] = to_input.sum(0)  # type: ignore[index]
+        view(a.d_b_hh, rows)[:] = to_state.sum(0)  # type: ignore[index]
+
+
+def shares(a: ShareArguments) -> None:
+    x, w_ih = view(a.input, a.rows, a.inputs), view(a.w_ih, a.gates, a.inputs)
+    assert x is not None
+    assert w_ih is not None
+    view(a.shares, a.rows, a.gates)[:] = x @ w_ih.T  # type: ignore[index]
+
+
 class EmulatedLauncher:
     """Stands in for `launch.Launcher`."""
 
@@ -242,8 +275,14 @@ class EmulatedLauncher:
         self.geometry = geometry
         self.launches = 0
 
-    def __call__(self, arguments: Any) -> None:
+    def __call__(self, arguments: Any, blocks: int | None = None) -> None:
         self.launches += 1
+        if isinstance(arguments, ShareArguments):
+            shares(arguments)
+            return
+        if isinstance(arguments, GradientArguments):
+            gradients(arguments, self.geometry.tile.cell)
+            return
         kernel = forward if isinstance(arguments, ForwardArguments) else backward
         arguments.marks_expected = self.geometry.tile.grid
         for z in range(self.geometry.directions):

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ecornn.backends.aten_network import NetworkCall
-from ecornn.kernels.persistent.device import unavailable
+from ecornn.kernels.persistent.device import numbers_of, unavailable
 from ecornn.nn.stack import (
     StackCall,
+    arguments_of,
     is_brief,
     is_long,
     is_roomy,
@@ -27,13 +28,21 @@ from ecornn.nn.stack import (
     plan_from,
     run_stack,
     run_whole,
+    watched,
 )
+from ecornn.nn.zeros import zero_state
+from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
 from ecornn.ops.transforms import transforms_active
 
 if TYPE_CHECKING:
     from ecornn.nn.base import RecurrentLayer
 
 _DEVICES = ("cpu", "cuda")
+
+#: Sizes of calls met so far, and how they run where the short way serves them.
+_ROUTES: dict[tuple[Any, ...], PlainRoute | None] = {}
+#: Beyond this many sizes all are forgotten: each takes microseconds to find again.
+MOST_ROUTES = 4096
 
 
 def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> NetworkCall | None:
@@ -91,14 +100,28 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
     x = call.input_TBI
     if not x.is_cuda or is_short(x.shape[0], "cuda") or unavailable() is not None:
         return run_whole(call)
-    made = layer._made
+    made, captured = layer._made, torch.cuda.is_current_stream_capturing()
+    # all that decides about a call of one layer and direction; see `PlainRoute`
+    key = (
+        *(made.cell, layer.input_size, layer.hidden_size, call.bias, x.shape, x.dtype),
+        *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured),
+    )
+    alone = call.layers == 1 and not call.bidirectional and not layer.proj_size
+    route = _ROUTES.get(key) if alone and not watched(x) else None
+    if (
+        route is not None
+        and x.get_device() == torch.cuda.current_device()
+        and route.layer.fits(x, call.h0, call.c0, call.weights)
+    ):
+        states = (call.h0, call.c0)
+        return run_plain_route(route, x, *states, call.weights, needs_grad=call.needs_grad)
     plan = plan_from(  # in the order of RnnSpec's fields
         *(made.cell, layer.input_size, layer.hidden_size, call.layers, call.bidirectional),
         *(layer.proj_size, call.bias, x.dtype, "cuda", call.dropout),
         # no variational dropout, layer norm, zoneout, lengths, resets or cell states
         *(False, False, False, False, False, False, call.needs_grad, "auto", "auto"),
         # not traced, transformed, in forward mode or long
-        *(False, False, False, False, torch.cuda.is_current_stream_capturing()),
+        *(False, False, False, False, captured),
         *(False, is_brief(x.shape[0], "cuda"), is_roomy(x, layer.hidden_size), x.shape[1]),
     )
     if plan.backend != "persistent":
@@ -109,6 +132,10 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
         dropout=call.dropout,
         training=layer.training,
     )
+    if alone and key not in _ROUTES and not watched(x):
+        if len(_ROUTES) >= MOST_ROUTES:
+            _ROUTES.clear()
+        _ROUTES[key] = plain_route(arguments_of(stack, x, 0, False, plan))
     output, h_n, c_n, _ = run_stack(stack, plan)
     return output, h_n, c_n
 
@@ -131,8 +158,8 @@ def _plain_states(
     hx: Any, sizes: tuple[int, ...], count: int, batch: int, x: Tensor
 ) -> tuple[Tensor, Tensor | None] | None:
     if hx is None:
-        h0 = x.new_zeros(count, batch, sizes[0])
-        return h0, x.new_zeros(count, batch, sizes[1]) if len(sizes) == 2 else None
+        h0 = zero_state(x, (count, batch, sizes[0]))
+        return h0, zero_state(x, (count, batch, sizes[1])) if len(sizes) == 2 else None
     given = hx if type(hx) is tuple else (hx,)
     if len(given) != len(sizes):
         return None

@@ -6,7 +6,7 @@ H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,11 @@ from ecornn.backends.reference import define
 from ecornn.errors import NotDifferentiableTwice
 from ecornn.kernels.reference.problem import working_dtype
 from ecornn.ops.direct import run_directly
-from ecornn.ops.native import differentiable_again, onednn_differentiable_again
+from ecornn.ops.native import (
+    cudnn_differentiable_again,
+    differentiable_again,
+    onednn_differentiable_again,
+)
 from ecornn.ops.recurrence import differentiable_recurrence, read_call, recurrence
 from ecornn.planner import ExecutionPlan, plan
 from ecornn.spec import RnnSpec, weight_layout
@@ -82,7 +86,7 @@ def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
         if layer > 0 and call.dropout > 0:
             x = drop(x, call.dropout, one_mask_a_sequence=call.one_mask_a_sequence)
         wanted = call.cell_states and layer == call.layers - 1
-        x, h, c, cells = _run_one(_arguments(call, x, layer, wanted, plan), plan)
+        x, h, c, cells = _run_one(arguments_of(call, x, layer, wanted, plan), plan)
         h_n.append(h)
         c_n.append(c)
     return StackResult(
@@ -99,7 +103,7 @@ def drop(x_TBF: Tensor, probability: float, *, one_mask_a_sequence: bool) -> Ten
     return x_TBF * F.dropout(torch.ones_like(x_TBF[:1]), probability, training=True)
 
 
-def _arguments(
+def arguments_of(
     call: StackCall, x: Tensor, layer: int, cell_states: bool, plan: ExecutionPlan
 ) -> tuple[Any, ...]:
     """The recurrence operator's arguments for one layer."""
@@ -144,7 +148,7 @@ def _zoneout(probability: float, call: StackCall, x: Tensor, state: Tensor) -> T
 def _run_one(
     arguments: tuple[Any, ...], plan: ExecutionPlan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if plan.scope == "direct" and not _watched(arguments[0]):
+    if plan.scope == "direct" and not watched(arguments[0]):
         return run_directly(arguments, needs_grad=plan.spec.needs_grad)  # type: ignore[return-value]
     if plan.scope in ("operator", "direct"):
         run = recurrence if plan.spec.traced else differentiable_recurrence
@@ -171,7 +175,7 @@ def _run_one(
     return (*covered, *found[len(covered) :])  # type: ignore[return-value]
 
 
-def _watched(x: Tensor) -> bool:
+def watched(x: Tensor) -> bool:
     """Whether a mode or a tensor's own class watches operators: fake tensors, counters of
     operations. They must see one, and a fake tensor has no memory to launch a kernel on."""
     return type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
@@ -206,38 +210,45 @@ def run_whole(call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
     if not call.needs_grad or not _only_once(call.cell, call.input_TBI):
         return found
     nodes = call.layers * (2 if call.bidirectional else 1)
-    if not call.input_TBI.is_cuda and onednn_differentiable_again(found[0], nodes):
+    if call.input_TBI.is_cuda:
+        if cudnn_differentiable_again(found[0], len(call.weights), _definition(call)):
+            return found
+    elif onednn_differentiable_again(found[0], nodes):
         return found
     return _covered(call, found)
+
+
+def _definition(call: NetworkCall) -> Callable[..., tuple[Tensor, ...]]:
+    """(input, h_0, c_0 where there is one, weights) -> outputs, as the call's; it holds none of the
+    call's own tensors."""
+    cell, bias, layers, dropout = call.cell, call.bias, call.layers, call.dropout
+    directions = 2 if call.bidirectional else 1
+
+    def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
+        if dropout > 0:
+            raise NotDifferentiableTwice(
+                "a second derivative through torch's kernels with dropout between the layers: "
+                "their masks are not known outside; make the layer with backend='reference'"
+            )
+        x, h0, *rest = tensors
+        c0 = rest.pop(0) if cell == "lstm" else None
+        a_direction = len(rest) // (layers * directions)
+        projected = a_direction > (4 if bias else 2)
+        layout = weight_layout(cell, bias=bias, projection=projected, layer_norm=False)
+        again = StackCall(cell, layout, layers, directions, x, h0, c0, tuple(rest))
+        return tuple(v for v in run_stack(again, _BY_REFERENCE)[:3] if v is not None)
+
+    return definition
 
 
 def _covered(
     call: NetworkCall, found: tuple[Tensor, Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
-        if call.dropout > 0:
-            raise NotDifferentiableTwice(
-                "a second derivative through torch's kernels with dropout between the layers: "
-                "their masks are not known outside; make the layer with backend='reference'"
-            )
-        result = run_stack(_again(call, tensors), _BY_REFERENCE)
-        return tuple(v for v in result[:3] if v is not None)
-
     states = () if call.c0 is None else (call.c0,)
     outputs = [t for t in found if t is not None]
     inputs = (call.input_TBI, call.h0, *states, *call.weights)
-    output, h_n, *c_n = differentiable_again(outputs, inputs, definition)
+    output, h_n, *c_n = differentiable_again(outputs, inputs, _definition(call))
     return output, h_n, c_n[0] if c_n else None
-
-
-def _again(call: NetworkCall, tensors: Sequence[Tensor]) -> StackCall:
-    x, h0, *rest = tensors
-    c0 = rest.pop(0) if call.c0 is not None else None
-    directions = 2 if call.bidirectional else 1
-    a_direction = len(rest) // (call.layers * directions)
-    projected = a_direction > (4 if call.bias else 2)
-    layout = weight_layout(call.cell, bias=call.bias, projection=projected, layer_norm=False)
-    return StackCall(call.cell, layout, call.layers, directions, x, h0, c0, tuple(rest))
 
 
 def _only_once(cell: str, x: Tensor) -> bool:

@@ -8,11 +8,12 @@ still goes through it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.backends.protocol import BackwardRequest, LayerResult, ResultGrads
 from ecornn.backends.registry import by_name
 from ecornn.ops.recurrence import differentiable_backward, read_call
@@ -58,19 +59,87 @@ class _Recurrence(torch.autograd.Function):
         more, (output, cells, *kept) = rest[:_MORE], rest[_MORE:]
         if all(grad is None for grad in grads):
             return (None,) * (1 + _WEIGHTS + n)
-        inputs = (x, h0, c0, weights, *more)
-        needs_input = ctx.needs_input_grad[1]
-        if torch.is_grad_enabled():
-            found = differentiable_backward(
-                *grads, output, cells, kept, needs_input, 1, *inputs, *ctx.constants
-            )
-            d_input, d_h0, *others = found
-            d_c0 = others.pop(0) if c0 is not None else None
-            return (None, d_input if needs_input else None, d_h0, d_c0, *others)
-        call = read_call(*inputs, *ctx.constants)
         result = LayerResult(output, h0, None, cells if ctx.cells_exist else None, kept)
+        call = (x, h0, c0, weights, *more, *ctx.constants)
+        return (None, *_gradients(call, result, grads, needs_input=ctx.needs_input_grad[1]))
+
+
+def _gradients(
+    arguments: tuple[Any, ...], result: LayerResult, grads: tuple[Any, ...], *, needs_input: bool
+) -> tuple[Tensor | None, ...]:
+    """Of the input, the states and each weight; those that can be differentiated where that will be
+    done."""
+    if not torch.is_grad_enabled():
         arrived = ResultGrads(*(None if g is None or g.dim() == 1 else g for g in grads))
-        direct = by_name(ctx.constants[-2]).backward(
-            call, result, arrived, BackwardRequest(needs_input)
-        )
-        return (None, direct.input_TBI, direct.h0_DBR, direct.c0_DBH, *direct.weights)
+        ask = BackwardRequest(needs_input)
+        direct = by_name(arguments[-2]).backward(read_call(*arguments), result, arrived, ask)
+        return (direct.input_TBI, direct.h0_DBR, direct.c0_DBH, *direct.weights)
+    output, _, _, cells, kept = result
+    cells = output.new_empty(0) if cells is None else cells
+    found = differentiable_backward(*grads, output, cells, kept, needs_input, 1, *arguments)
+    d_input, d_h0, *others = found
+    d_c0 = others.pop(0) if arguments[2] is not None else None
+    return (d_input if needs_input else None, d_h0, d_c0, *others)
+
+
+class PlainRoute(NamedTuple):
+    """How plain calls of one size run: the layer, and the operator's constants."""
+
+    layer: PlainLayer
+    constants: tuple[Any, ...]
+
+
+def plain_route(arguments: tuple[Any, ...]) -> PlainRoute | None:
+    """For calls like this one, given as the operator's arguments; None if they are not served."""
+    call = read_call(*arguments)
+    if arguments[-2] != "persistent" or not PlainLayer.serves(call):
+        return None
+    return PlainRoute(PlainLayer(call), arguments[_WEIGHTS + 1 + _MORE :])
+
+
+def run_plain_route(
+    route: PlainRoute,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    weights: list[Tensor],
+    *,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(output, h_n, c_n); the tensors must be such that the layer `fits`."""
+    if needs_grad:
+        found: tuple[Tensor, Tensor, Tensor | None] = _Plain.apply(route, x, h0, c0, *weights)
+        return found
+    result = route.layer.forward(x, h0, c0, tuple(weights))
+    return result[:3]
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, route: PlainRoute, x: Any, h0: Any, c0: Any, *weights: Any) -> Any:
+        output, h_n, c_n, cells, kept = route.layer.forward(x, h0, c0, weights)
+        ctx.save_for_backward(x, h0, c0, output, cells, kept, *weights)
+        ctx.route = route
+        ctx.set_materialize_grads(False)
+        return output, h_n, c_n
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, h0, c0, output, cells, kept, *weights = ctx.saved_tensors
+        layer, constants = ctx.route
+        needed = ctx.needs_input_grad
+        if all(grad is None for grad in grads):
+            return (None,) * len(needed)
+        if layer.has_backward and not torch.is_grad_enabled():
+            direct = layer.backward(
+                grads,
+                (x, h0, c0, weights),
+                (output, cells, kept),
+                needs_input=needed[1],
+                needs_states=needed[2] or needed[3],
+            )
+            return (None, direct.input_TBI, direct.h0_DBR, direct.c0_DBH, *direct.weights)
+        gates = [] if kept is None else [kept.view(layer.steps, layer.batch, -1)]
+        result = LayerResult(output, h0, None, cells, gates)
+        arguments = (x, h0, c0, weights, None, None, None, None, *constants)
+        return (None, *_gradients(arguments, result, (*grads, None), needs_input=needed[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +84,42 @@ def onednn_differentiable_again(output: Tensor, layers: int) -> bool:
     return True
 
 
+#: cuDNN's whole stack in autograd's graph; its inputs are the input, the weights, h_0 and c_0.
+_CUDNN = "CudnnRnnBackward0"
+
+
+def cudnn_differentiable_again(
+    output: Tensor, weights: int, definition: Callable[..., tuple[Tensor, ...]]
+) -> bool:
+    """Let the cuDNN call behind `output` be differentiated more than once, by a hook as above;
+    False if it is not found as this knows it. `definition` computes the call's outputs from the
+    input, h_0, c_0 where there is one, and the weights. It must not hold any of them: the node
+    would keep them beyond its backward pass."""
+    node: Any = output.grad_fn
+    if node is None or node.name() != _CUDNN or not hasattr(type(node), "_saved_weight"):
+        return False
+    # h_0 and c_0 have their places even where there is no c_0 or neither wants a gradient
+    if len(node.next_functions) != weights + 3:
+        return False
+    node.register_hook(partial(_from_cudnn_s_definition, definition))
+    return True
+
+
+def _from_cudnn_s_definition(
+    definition: Callable[..., tuple[Tensor, ...]],
+    d_inputs: Sequence[Tensor | None],
+    d_outputs: Sequence[Tensor | None],
+) -> Any:
+    if not torch.is_grad_enabled():
+        return None
+    node: Any = torch._C._current_autograd_node()  # asked for and not kept, as below
+    saved = (node._saved_input, *node._saved_weight, node._saved_hx, node._saved_cx)
+    aliases = [None if value is None else value.view_as(value) for value in saved]
+    x, *weights, h0, c0 = aliases
+    outputs = definition(x, h0, *(() if c0 is None else (c0,)), *weights)
+    return _differentiated(outputs, d_outputs, aliases, d_inputs)
+
+
 def _onednn_nodes(output: Tensor, most: int) -> list[Any]:
     """The nearest `most` nodes; what lies behind them is not looked at."""
     if most == 1 and output.grad_fn is not None and output.grad_fn.name() == _ONEDNN:
@@ -122,9 +159,19 @@ def _from_definition(d_inputs: Sequence[Tensor | None], d_outputs: Sequence[Tens
         *("zero", "zeros", False, "reference", "states"),
     )
     output = outputs[0].flip(0) if reverse else outputs[0]
-    pairs = zip((output, outputs[1][0], outputs[2][0]), d_outputs, strict=False)
+    return _differentiated((output, outputs[1][0], outputs[2][0]), d_outputs, aliases, d_inputs)
+
+
+def _differentiated(
+    outputs: Sequence[Tensor],
+    d_outputs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    d_inputs: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Gradients in place of `d_inputs`, which can be differentiated again."""
+    pairs = zip(outputs, d_outputs, strict=False)  # a node has more outputs than a layer
     arrived = [(o, d) for o, d in pairs if d is not None]
-    wanted = [a for a, d in zip(aliases, d_inputs, strict=True) if d is not None]
+    wanted = [x for x, d in zip(inputs, d_inputs, strict=True) if x is not None and d is not None]
     found = iter(
         torch.autograd.grad(
             [o for o, _ in arrived], wanted, [d for _, d in arrived], create_graph=True

@@ -108,6 +108,9 @@ class _Observer:
     def observe(self, batch: int) -> int:
         """The peak at `batch`, whose step is made, run and given up again."""
         if batch not in self.runs:
+            # Steps often refer to themselves, and an allocator counts what stays: what was given up
+            # before the first one is observed must not look as if the batch had needed it.
+            gc.collect()
             given = (batch,) if self._length is None else (batch, self._length)
             made = read_step(self._make_step(*given))
             device = device_of(made.model)
@@ -117,8 +120,6 @@ class _Observer:
             self._notes |= dict.fromkeys(report.notes)
             self.runs[batch] = run_of(batch, report)
             del made, report
-            if device.type == "cuda" and not self.simulated:
-                gc.collect()  # steps often refer to themselves, and an allocator counts what stays
         return int(self.runs[batch].peak_bytes)
 
     def grow(self, budget: int) -> None:

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           folded ^= v.x ^ v.y ^ v.z ^ v.w;
         }
     }
-    __syncthreads();
+    if (!DIRECT) __syncthreads();  // as forward.cu has it
     if (local > 0) product.rearm_vectors(local - 1);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

@@ -10,7 +10,9 @@ import torch
 from ecornn.errors import KernelGaveUp
 from ecornn.kernels.jit import compiler_unavailable
 from ecornn.kernels.persistent.choose import Chip, Request, ranked
+from ecornn.kernels.persistent.gradients import gradient_launcher
 from ecornn.kernels.persistent.launch import architecture, kernel, make_context_current
+from ecornn.kernels.persistent.shares import share_launcher
 from ecornn.kernels.persistent.tile import Geometry
 
 #: Tensor cores for bfloat16 and TF32 begin here.
@@ -76,6 +78,11 @@ def _find_geometry(ask: Request, device: int) -> Geometry | None:
             tile = found.tile
             needed = found.all_blocks if tile.grid else tile.cluster
             if kernel(tile, architecture(device)).blocks_at_once() >= needed:
+                # what goes with it, so that a capture finds it loaded
+                if ask.kernel == "backward":
+                    gradient_launcher(ask.cell, ask.numbers, device)
+                else:
+                    share_launcher(ask.numbers, device)
                 return found
     return None
 

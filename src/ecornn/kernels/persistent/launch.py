@@ -18,6 +18,8 @@ from ecornn.kernels.persistent.tile import Geometry, Tile
 
 #: Largest cluster that needs no permission.
 PORTABLE_CLUSTER = 8
+#: The driver's answer to a thread that has no context.
+INVALID_CONTEXT = 201
 
 
 class LaunchError(EcornnError, RuntimeError):
@@ -157,11 +159,18 @@ class Launcher:
         self._handle = int(self._kernel.handle)
         self._launch = _launch_function()
 
-    def __call__(self, arguments: ctypes.Structure) -> None:
+    def __call__(self, arguments: ctypes.Structure, blocks: int | None = None) -> None:
+        """`blocks`: in place of those of the geometry."""
         config = _Config.from_buffer_copy(self._config)  # each thread its own
+        if blocks is not None:
+            config.grid_x = blocks
         config.stream = torch._C._cuda_getCurrentRawStream(self.device)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        code = self._launch(ctypes.addressof(config), self._handle, ctypes.addressof(pointers), 0)
+        launch = (ctypes.addressof(config), self._handle, ctypes.addressof(pointers), 0)
+        code = self._launch(*launch)
+        if code == INVALID_CONTEXT:  # the first thing that autograd's thread does on the GPU
+            make_context_current(self.device)
+            code = self._launch(*launch)
         if code != 0:
             raise LaunchError(f"launching {self.geometry}: {driver().CUresult(code)!r}")
 

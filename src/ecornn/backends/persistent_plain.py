@@ -1,0 +1,242 @@
+"""One layer of one direction with nothing special about it, with as little work on the host as it
+takes.
+
+Between a call and its launch the general way (`persistent_forward`, `persistent_backward`) reads,
+checks and arranges for what a plain call does not have; on an H200's machine that took as long as
+the kernel of a small layer. Here all that is the same for each call of one size is made once, and a
+call fills in pointers. What this does not serve, the general way does.
+
+Shape suffixes: see `protocol`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ecornn.backends.persistent_calls import (
+    Launch,
+    launches,
+    marked,
+    matching_products,
+    padded,
+    pieces,
+    through_l2,
+)
+from ecornn.backends.persistent_forward import SHARE
+from ecornn.backends.protocol import LayerCall
+from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
+from ecornn.kernels.persistent.device import failure_flag, numbers_of
+from ecornn.kernels.persistent.gradients import (
+    GradientArguments,
+    blocks,
+    gradient_launcher,
+    is_small,
+)
+from ecornn.kernels.persistent.launch import Launcher
+from ecornn.kernels.persistent.shares import (
+    ShareArguments,
+    is_small_product,
+    share_blocks,
+    share_launcher,
+)
+from ecornn.spec import GATES
+
+#: All fields of the arguments at once, as the structures have them, to their padded end.
+_FORWARD, _BACKWARD = struct.Struct("@26Q12i"), struct.Struct("@35Q12i")
+_GRADIENTS, _SHARES = struct.Struct("@10Q7i4x"), struct.Struct("@3Q4i")
+
+
+class PlainResult(NamedTuple):
+    output_TBO: Tensor
+    h_n_DBR: Tensor
+    c_n_DBH: Tensor | None
+    cells_TBE: Tensor | None
+    kept: Tensor | None
+
+
+class PlainGrads(NamedTuple):
+    """`weights` as the layer's; the states' only where they are wanted."""
+
+    input_TBI: Tensor | None
+    h0_DBR: Tensor | None
+    c0_DBH: Tensor | None
+    weights: list[Tensor]
+
+
+class PlainLayer:
+    """Calls of one size, which `serves` said yes to."""
+
+    def __init__(self, call: LayerCall) -> None:
+        x, self.hidden = call.input_TBI, call.h0_DBR.shape[-1]
+        self.cell, self.device, self.dtype = call.cell, x.device.index, x.dtype
+        self.steps, self.batch, self.inputs = x.shape
+        self.rows = self.steps * self.batch
+        self.lstm, self.keep = call.cell == "lstm", call.keep
+        vector = 16 // x.element_size()
+        self._by_vectors = self.hidden % vector == 0 and self.inputs % vector == 0
+        every = launches("forward", call)
+        self._output_marked = through_l2(every)
+        self._forward = every[0].launcher
+        self._forward_sizes = self._sizes(every[0], self.hidden)
+        self._shares_shape = (self.rows, GATES[self.cell] * self.hidden)
+        self._share_blocks = share_blocks(*self._shares_shape)
+        self._share_launch: Launcher | None = None
+        numbers = numbers_of(x.dtype)
+        assert numbers is not None
+        if is_small_product(x.element_size(), *self._shares_shape, self.inputs):
+            self._share_launch = share_launcher(numbers, self.device)
+        #: Whether `backward` serves; if not, the general one does.
+        self.has_backward = call.keep != "none" and self._prepare_backward(call)
+
+    @staticmethod
+    def serves(call: LayerCall) -> bool:
+        """Whether calls of this size can be served, by one launch."""
+        x, hidden = call.input_TBI, call.h0_DBR.shape[-1]
+        special = call.lengths_B is not None or call.resets_TB is not None or call.cell_states
+        if special or call.directions > 1 or 0 in x.shape or padded(hidden, x.dtype) != hidden:
+            return False
+        if call.keep == "states" and call.cell in ("lstm", "gru"):
+            return False  # computes its gates again
+        row_bytes = x.shape[1] * GATES[call.cell] * hidden * x.element_size()
+        in_place = call.keep == "gates" and call.cell == "lstm"
+        if len(pieces(x.shape[0], row_bytes, 1.0 if in_place else SHARE)) > 1:
+            return False
+        return len(launches("forward", call)) == 1
+
+    def _sizes(self, launch: Launch, exchange_row: int) -> tuple[int, ...]:
+        """The arguments' integers, in their order."""
+        group = launch.launcher.geometry.group_batch
+        steps, batch, hidden = self.steps, self.batch, self.hidden
+        return steps, 0, steps, batch, hidden, hidden, exchange_row, 0, batch, 0, group, 0
+
+    def _prepare_backward(self, call: LayerCall) -> bool:
+        every = launches("backward", call)
+        if len(every) > 1 or not is_small(
+            self.cell, self.dtype, self.rows, self.hidden, self.inputs
+        ):
+            return False
+        numbers = numbers_of(self.dtype)
+        assert numbers is not None
+        self._backward = every[0].launcher
+        self._d_gates_marked = through_l2(every)
+        stored = 4 if self.cell == "gru" else GATES[self.cell]  # a GRU's candidate has two
+        self._d_gates_shape = (self.rows, stored * self.hidden)
+        self._backward_sizes = self._sizes(every[0], self._d_gates_shape[1])
+        self._gradients = gradient_launcher(self.cell, numbers, self.device)
+        sizes = (self.cell, self.rows, self.hidden, self.inputs)
+        cluster = self._gradients.geometry.tile.cluster
+        self._blocks = [blocks(*sizes, cluster, needs_input=needed) for needed in (False, True)]
+        self._gradient_sizes = (self.rows, self.batch, self.hidden, self.inputs, self.hidden, 0)
+        return True
+
+    def fits(self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor]) -> bool:
+        """Whether all memory is as the kernels read it."""
+        places = h0.data_ptr()
+        for weight in weights:
+            if not weight.is_contiguous():
+                return False
+            places |= weight.data_ptr()
+        return (
+            places % 16 == 0
+            and x.is_contiguous()
+            and h0.is_contiguous()
+            and (c0 is None or c0.is_contiguous())
+        )
+
+    def forward(
+        self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: tuple[Tensor, ...]
+    ) -> PlainResult:
+        flag = failure_flag()
+        flag.check()
+        gates = self._shares(x, weights[0])
+        shape = (self.steps, self.batch, self.hidden)
+        output = marked(shape, x) if self._output_marked else x.new_empty(shape)
+        cells = x.new_empty(shape) if self.lstm and self.keep != "none" else None
+        kept = None
+        if self.keep == "gates":  # those of an LSTM stand where its gates' inputs stood
+            kept = gates if self.lstm else x.new_empty(self.rows, 4 * self.hidden)
+        h_n = torch.empty_like(h0)
+        c_n = None if c0 is None else torch.empty_like(c0)
+        b_ih, b_hh = (w.data_ptr() for w in weights[2:]) if len(weights) > 2 else (0, 0)
+        y, h = output.data_ptr(), h0.data_ptr()
+        packed = _FORWARD.pack(
+            # gates, weights, b_ih, b_hh, exchange, output, cells, kept, for two directions
+            *(gates.data_ptr(), 0, weights[1].data_ptr(), 0, b_ih, 0, b_hh, 0, y, 0, y, 0),
+            *(0 if cells is None else cells.data_ptr(), 0),
+            *(0 if kept is None else kept.data_ptr(), 0),
+            # h0, c0, h_in, c_in, h_out, c_n, c_out, lengths, resets, failed
+            *(h, 0 if c0 is None else c0.data_ptr(), h, 0, h_n.data_ptr()),
+            *(0 if c_n is None else c_n.data_ptr(), 0, 0, 0, flag.address),
+            *self._forward_sizes,
+        )
+        self._forward(ForwardArguments.from_buffer_copy(packed))
+        return PlainResult(output, h_n, c_n, cells, kept)
+
+    def _shares(self, x: Tensor, w_ih: Tensor) -> Tensor:
+        """The input's share of the gates, as rows."""
+        if self._share_launch is None:
+            rows = x.view(self.rows, self.inputs)
+            if self.dtype != torch.float32:
+                return torch.mm(rows, w_ih.t())
+            with matching_products():
+                return torch.mm(rows, w_ih.t())
+        found = x.new_empty(self._shares_shape)
+        xs, w = x.data_ptr(), w_ih.data_ptr()
+        packed = _SHARES.pack(
+            *(xs, w, found.data_ptr(), *self._shares_shape, self.inputs),
+            self._by_vectors and (xs | w) % 16 == 0,
+        )
+        self._share_launch(ShareArguments.from_buffer_copy(packed), self._share_blocks)
+        return found
+
+    def backward(
+        self,
+        grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+        call: tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]],
+        result: tuple[Tensor, Tensor | None, Tensor | None],
+        *,
+        needs_input: bool,
+        needs_states: bool,
+    ) -> PlainGrads:
+        """Where `has_backward`. `grads` of output, h_n and c_n; `call`: input, states and weights;
+        `result`: output, cells and what was kept."""
+        flag = failure_flag()
+        flag.check()
+        (x, h0, c0, weights), (output, cells, kept) = call, result
+        grads = tuple(None if d is None else d.contiguous() for d in grads)  # type: ignore[assignment]
+        d_gates = x.new_empty(self._d_gates_shape)
+        if self._d_gates_marked:
+            d_gates = marked(self._d_gates_shape, x)
+        d_h0 = torch.empty_like(h0)  # the kernel writes them in any case
+        d_c0 = None if c0 is None else torch.empty_like(c0)
+        dg, h, y = d_gates.data_ptr(), h0.data_ptr(), output.data_ptr()
+        dy, dh, dc = (0 if d is None else d.data_ptr() for d in grads)
+        packed = _BACKWARD.pack(
+            # gates, b_ih, b_hh, weights, exchange, d_gates, output, cells, d_output, d_cells
+            *(0 if kept is None else kept.data_ptr(), 0, 0, 0, 0, 0, weights[1].data_ptr(), 0),
+            *(dg, 0, dg, 0, y, 0, 0 if cells is None else cells.data_ptr(), 0, dy, 0, 0, 0),
+            # h0, c0, d_h_n, d_c_n, d_h_in, d_c_in, d_h_out, d_c_out
+            *(h, 0 if c0 is None else c0.data_ptr(), dh, dc, 0, 0, 0, 0),
+            # d_h0, d_c0, d_h_initial, d_c_initial, lengths, resets, failed
+            *(d_h0.data_ptr(), 0 if d_c0 is None else d_c0.data_ptr(), 0, 0, 0, 0, flag.address),
+            *self._backward_sizes,
+        )
+        self._backward(BackwardArguments.from_buffer_copy(packed))
+        d_input = torch.empty_like(x) if needs_input else None
+        d_weights = [torch.empty_like(w) for w in weights]
+        xs, w = x.data_ptr(), weights[0].data_ptr()
+        places = [d.data_ptr() for d in d_weights]
+        packed = _GRADIENTS.pack(
+            *(dg, xs, y, h, w, 0 if d_input is None else d_input.data_ptr()),
+            *(places if len(places) == 4 else (*places, 0, 0)),
+            *self._gradient_sizes,
+            self._by_vectors and (xs | y | h | w) % 16 == 0,
+        )
+        self._gradients(GradientArguments.from_buffer_copy(packed), self._blocks[needs_input])
+        return PlainGrads(
+            d_input, d_h0 if needs_states else None, d_c0 if needs_states else None, d_weights
+        )
