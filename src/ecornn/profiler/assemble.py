@@ -92,7 +92,7 @@ def _held(number: int, record: Record, *, in_blocks: bool) -> Held:
         kind=kind_of(record),
         module=record.module,
         operator=record.operator,
-        line=line_text(record.line),
+        line=record.line_text or line_text(record.line),
         born=record.born,
         freed=record.freed,
         kept_by=tuple(record.kept_by),
@@ -184,7 +184,12 @@ def _notes(collector: Collector, phase: str) -> list[str]:
     if collector.saw_compiled:
         notes.append(
             "operators inside compiled code are not seen where it was fused; what it keeps for the"
-            " backward pass is attributed to it as a whole"
+            " backward pass is told by its graph"
+        )
+    if collector.unread:
+        notes.append(
+            f"the graphs of {collector.unread} parts of compiled code could not be read: what they"
+            " keep is attributed to each as a whole"
         )
     if collector.graph.packed:
         notes.append(

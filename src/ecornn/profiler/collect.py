@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ecornn.profiler import allocator, kept, places, storages
 from ecornn.profiler.allocator import EVERY, Allocator
+from ecornn.profiler.compiled import Value, is_compiled, saved_values
 from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
 from ecornn.profiler.places import (
     Calls,
@@ -98,6 +99,10 @@ class Collector(TorchDispatchMode):
         #: By identity, which the values hold on to: an operator's own hash runs in Python.
         self._operators: dict[int, Operator] = {}
         self._origins: dict[int, Origin] = {}
+        #: By the number of a node of compiled code, what it keeps; and of how many nobody knows.
+        self._saved_values: dict[int, dict[int, Value]] = {}
+        self.unread = 0
+        self._model = model
         self._roles = Roles(self.ledger, model, optimizers)
         self._calls = Calls(model, self._roles.inputs)
         self._running = self._calls.running
@@ -246,13 +251,18 @@ class Collector(TorchDispatchMode):
         name = str(node.name())
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             operator = name.removesuffix("Backward")
-            if "CompiledFunction" in name:
-                operator, self.saw_compiled = COMPILED, True
+            if is_compiled(node):
+                self._kept_by_compiled(node, tensor)
+                return
         else:
             operator = origin.operator if origin is not None else name
         module = origin.module if origin is not None else ""
+        self._keep(node, tensor, module, operator, origin.line if origin is not None else None)
+
+    def _keep(
+        self, node: Any, tensor: Tensor, module: str, operator: str, line: Line | None
+    ) -> None:
         text = f"{module}: {operator}" if module else operator
-        line = origin.line if origin is not None else None
         # Unknown: kept since before the step, or made past the dispatcher.
         if node._sequence_nr() < self._first_number:
             self.ledger.given(tensor, role="")
@@ -263,6 +273,23 @@ class Collector(TorchDispatchMode):
         for record in self.ledger.records_of(tensor):
             if text not in record.kept_by:
                 record.kept_by.append(text)
+
+    def _kept_by_compiled(self, node: Any, tensor: Tensor) -> None:
+        """By the module in whose call the code ran; made where its graph says."""
+        number = node._sequence_nr()
+        region = self._calls.at(number)
+        if number not in self._saved_values:
+            self.saw_compiled = True
+            self._saved_values[number] = saved_values(node, self._model, region)
+            self.unread += not self._saved_values[number]
+        self._keep(node, tensor, region, COMPILED, None)
+        for part in parts(tensor):
+            value = self._saved_values[number].get(part.untyped_storage()._cdata)
+            for record in self.ledger.records_of(part):
+                if value is not None and record.born and not record.role:
+                    record.module, record.line_text = value.module or "", value.line_text
+                    if record.operator == COMPILED:
+                        record.operator = value.operator or COMPILED
 
 
 class CollectorBesideCompiler(Collector):

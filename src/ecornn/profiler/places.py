@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from ecornn.profiler.kept import next_number
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 #: Layers of this package are passed over as those of torch.nn are; its models and recipes not.
@@ -95,7 +98,11 @@ def line_text(line: Line | None) -> str:
     if line is None:
         return ""
     code, number = line
-    return f"{_short(code.co_filename, tuple(sys.path))}:{number} in {code.co_name}"
+    return file_line(code.co_filename, number, code.co_name)
+
+
+def file_line(file: str, number: int, function: str) -> str:
+    return f"{_short(file, tuple(sys.path))}:{number} in {function}"
 
 
 @cache
@@ -116,6 +123,8 @@ class Calls:
         self._entered = entered
         #: Read by the collector at every operator.
         self.running: list[str] = []
+        #: Whenever that changes: the number of the next node of autograd's, and the innermost path.
+        self.marks: list[tuple[int, str]] = [(0, "")]
         self._handles: list[Any] = []
         for path, module in model.named_modules():
             self._watch(module, path)
@@ -127,6 +136,7 @@ class Calls:
             if not self.running:
                 self._entered([*args, *kwargs.values()])
             self.running.append(path)
+            self.marks.append((next_number(), path))
 
         def after(_module: nn.Module, _given: Any, result: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -144,6 +154,12 @@ class Calls:
         # Above it may lie calls that were left by an exception inside a hook.
         while self.running and self.running.pop() != path:
             pass
+        self.marks.append((next_number(), self.running[-1] if self.running else ""))
+
+    def at(self, number: int) -> str:
+        """The path of the module in whose call the node with this number was made."""
+        place = bisect_right(self.marks, number, key=lambda mark: mark[0])
+        return self.marks[place - 1][1]
 
     def _resumed(self, path: str, inner: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """`inner`, each of its pieces run as part of the module."""
