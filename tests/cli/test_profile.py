@@ -97,6 +97,16 @@ def test_one_step_is_observed_and_written(device: str, name: str) -> None:
         assert f"written: {out}" in result.output
 
 
+def test_what_making_it_again_would_free_is_told_where_asked() -> None:
+    result = run("steps_here:make_step", "--device", "cpu", "--what-if", "--out", "report.json")
+    assert result.exit_code == 0, result.output
+    assert "cheap frees" in result.output
+    report = MemoryReport.from_json(Path("report.json").read_text())
+    assert report.what_if[0].kept_bytes == max(report.timeline.bytes["feature maps"])
+    assert "in the optimizer's step" in result.output, "where it would not help"
+    assert "cheap frees" in run("report.json").output, "a report keeps it"
+
+
 def test_the_batch_reaches_the_function_and_reports_are_compared() -> None:
     for batch in ("8", "512"):
         assert (

@@ -15,7 +15,7 @@ def test_the_code_of_the_guide_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "guide.py", "exec"), names)

@@ -60,6 +60,13 @@ def profile(
             min=0, help="Steps before the one that is observed: optimizers make their state there."
         ),
     ] = 1,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if",
+            help="Also what making feature maps again would free and cost, by module.",
+        ),
+    ] = False,
     depth: Annotated[
         int | None, typer.Option(min=1, help="Levels of modules in the table.")
     ] = None,
@@ -80,7 +87,7 @@ def profile(
         else:
             options = {"batch": batch, "length": length, "echo": echo}
             given = {name: value for name, value in options.items() if value is not None}
-            report = observe(target, device, given, warm_up, console)
+            report = observe(target, device, given, warm_up, console, what_if=what_if)
         if before is None or against is None:
             show(report, out or [], depth, console)
         else:
@@ -137,7 +144,13 @@ def read_report(path: Path) -> MemoryReport:
 
 
 def observe(
-    target: str, device: str, given: Mapping[str, int | str], warm_up: int, console: Console
+    target: str,
+    device: str,
+    given: Mapping[str, int | str],
+    warm_up: int,
+    console: Console,
+    *,
+    what_if: bool = False,
 ) -> MemoryReport:
     """One step of what the target makes. Where it raises, that is told, and the report is of what
     was done up to there."""
@@ -160,7 +173,7 @@ def observe(
                     progress.update(bar, description=f"warm-up step {number + 1} of {warm_up}")
                     prepared.step()
                 progress.update(bar, description="observing one step")
-                return profile(prepared.step, prepared.model, prepared.optimizers)
+                return profile(prepared.step, prepared.model, prepared.optimizers, what_if=what_if)
     except Raised as raised:
         typer.echo(str(raised), err=True)
         report: MemoryReport | None = getattr(raised.error, "memory_report", None)

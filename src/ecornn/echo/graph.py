@@ -152,7 +152,11 @@ def mutated_inputs(module: fx.GraphModule) -> frozenset[str]:
 def _kind(node: fx.Node, *, makes_memory: bool) -> str:
     if node.op in ("placeholder", "get_attr"):
         return "input" if node.op == "placeholder" else "constant"
-    target = node.target
+    return kind_of_call(node.target, makes_memory=makes_memory)
+
+
+def kind_of_call(target: Any, *, makes_memory: bool) -> str:
+    """Of the call of an operator, one of `KINDS`."""
     if isinstance(target, torch._ops.OpOverload):
         if torch.Tag.nondeterministic_seeded in target.tags:
             return "random"

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 
 from ecornn.profiler.allocator import Allocator, Reading, rounded
 from ecornn.profiler.collect import Collector
-from ecornn.profiler.model import TENSORS, Held, MemoryReport, Row, Timeline, largest_first, rows_of
+from ecornn.profiler.model import (
+    TENSORS,
+    Held,
+    MemoryReport,
+    Row,
+    Timeline,
+    WhatIf,
+    largest_first,
+    rows_of,
+)
 from ecornn.profiler.places import line_text
 from ecornn.profiler.storages import Record
 
@@ -23,7 +32,7 @@ def assemble(collector: Collector, error: BaseException | None) -> MemoryReport:
     length = len(collector.times) + 1
     columns = {kind: _over_time(held, kind, length) for kind in TENSORS}
     columns = {kind: column for kind, column in columns.items() if any(column)}
-    totals = [sum(column[time] for column in columns.values()) for time in range(length)]
+    totals = [sum(at) for at in zip(*columns.values(), strict=True)] or [0] * length
     allocator = collector.allocator
     if in_blocks and allocator is None:
         columns["rounding"] = _rounding_over_time(held, length)
@@ -48,10 +57,23 @@ def assemble(collector: Collector, error: BaseException | None) -> MemoryReport:
         rows=tuple(largest_first([*rows_of(held, peak_time), *beyond])),
         held=held,
         timeline=timeline,
-        notes=tuple(_notes(collector)),
+        notes=tuple(_notes(collector, timeline.phase[peak_time])),
         error=None if error is None else f"{type(error).__name__}: {error}",
         environment=_environment(device),
+        what_if=_what_if(collector, records, columns),
     )
+
+
+def _what_if(
+    collector: Collector, records: Sequence[Record], columns: Mapping[str, Sequence[int]]
+) -> tuple[WhatIf, ...]:
+    """When feature maps take most."""
+    kept = columns.get("feature maps")
+    if collector.trace is None or kept is None:
+        return ()
+    from ecornn.profiler.what_if import what_if
+
+    return what_if(collector.trace.calls, records, max(range(len(kept)), key=kept.__getitem__))
 
 
 def kind_of(record: Record) -> str:
@@ -70,7 +92,7 @@ def _held(number: int, record: Record, *, in_blocks: bool) -> Held:
         kind=kind_of(record),
         module=record.module,
         operator=record.operator,
-        line=line_text(record.line),
+        line=record.line_text or line_text(record.line),
         born=record.born,
         freed=record.freed,
         kept_by=tuple(record.kept_by),
@@ -150,15 +172,24 @@ def _allocator_rows(
     return [row for row in rows if row.bytes]
 
 
-def _notes(collector: Collector) -> list[str]:
+def _notes(collector: Collector, phase: str) -> list[str]:
     notes = []
+    if collector.trace is not None and phase == "optimizer":
+        notes.append(
+            "the peak is in the optimizer's step: making feature maps again does not lower it"
+        )
     elsewhere = sorted(collector.ledger.elsewhere)
     if elsewhere:
         notes.append(f"tensors on {', '.join(elsewhere)} are not counted")
     if collector.saw_compiled:
         notes.append(
             "operators inside compiled code are not seen where it was fused; what it keeps for the"
-            " backward pass is attributed to it as a whole"
+            " backward pass is told by its graph"
+        )
+    if collector.unread:
+        notes.append(
+            f"the graphs of {collector.unread} parts of compiled code could not be read: what they"
+            " keep is attributed to each as a whole"
         )
     if collector.graph.packed:
         notes.append(

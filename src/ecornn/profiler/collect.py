@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,23 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ecornn.profiler import allocator, kept, places, storages
 from ecornn.profiler.allocator import EVERY, Allocator
+from ecornn.profiler.compiled import Value, is_compiled, saved_values
 from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
-from ecornn.profiler.places import Calls, Line, Lines, generates_code, in_generated_code
+from ecornn.profiler.places import (
+    Calls,
+    Line,
+    Lines,
+    generates_code,
+    in_generated_code,
+    passed_over_by_compiler,
+)
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.storages import PLAIN, Ledger, parts
+
+if TYPE_CHECKING:
+    from ecornn.profiler.trace import Trace
 
 #: Of the peak: what is looked for in all that Python knows of, where tensors that the step reads
 #: leave more than this unexplained. Libraries' buffers take about 1 % of a large step's peak.
@@ -58,7 +70,7 @@ class Collector(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """torch would wrap what follows, which costs 2 µs an operator and the import of its
-        compiler; `made_for` has it done where a compiler is there to be kept out."""
+        compiler; where that is loaded, `made_for` keeps it out by other means."""
         return False
 
     @classmethod
@@ -79,12 +91,18 @@ class Collector(TorchDispatchMode):
         self.graph = Graph(self._kept)
         #: At each time from 1: operator, module, phase.
         self.times: list[tuple[str, str, str]] = []
+        #: Writes down the forward pass, where that was asked for.
+        self.trace: Trace | None = None
         self.saw_backward = False
         self.saw_compiled = False
         self._lines = Lines()
         #: By identity, which the values hold on to: an operator's own hash runs in Python.
         self._operators: dict[int, Operator] = {}
         self._origins: dict[int, Origin] = {}
+        #: By the number of a node of compiled code, what it keeps; and of how many nobody knows.
+        self._saved_values: dict[int, dict[int, Value]] = {}
+        self.unread = 0
+        self._model = model
         self._roles = Roles(self.ledger, model, optimizers)
         self._calls = Calls(model, self._roles.inputs)
         self._running = self._calls.running
@@ -106,7 +124,11 @@ class Collector(TorchDispatchMode):
     def made_for(
         model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, every: int
     ) -> Collector:
-        kind = CollectorBesideCompiler if "torch._dynamo" in sys.modules else Collector
+        kind = Collector
+        if "torch._dynamo" in sys.modules:
+            ours = (sys.modules[__name__], storages, kept, allocator, places)
+            alone = passed_over_by_compiler(*ours)
+            kind = CollectorBesideCompiler if alone else WrappedCollector
         return kind(model, optimizers, device, every)
 
     def see_others(self) -> None:
@@ -163,6 +185,8 @@ class Collector(TorchDispatchMode):
                 if line is None and phase != "backward":
                     line = self._lines.here()
                 ledger.made(tensor, module, operator.name, line)
+        if self.trace is not None and phase == "forward":
+            self.trace.saw(func, args, kwargs, result, module, ledger.clock)
         if self.allocator is not None:
             self.allocator.after(operator.name, ledger.clock, ledger.bytes_alive)
         return result
@@ -227,13 +251,18 @@ class Collector(TorchDispatchMode):
         name = str(node.name())
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             operator = name.removesuffix("Backward")
-            if "CompiledFunction" in name:
-                operator, self.saw_compiled = COMPILED, True
+            if is_compiled(node):
+                self._kept_by_compiled(node, tensor)
+                return
         else:
             operator = origin.operator if origin is not None else name
         module = origin.module if origin is not None else ""
+        self._keep(node, tensor, module, operator, origin.line if origin is not None else None)
+
+    def _keep(
+        self, node: Any, tensor: Tensor, module: str, operator: str, line: Line | None
+    ) -> None:
         text = f"{module}: {operator}" if module else operator
-        line = origin.line if origin is not None else None
         # Unknown: kept since before the step, or made past the dispatcher.
         if node._sequence_nr() < self._first_number:
             self.ledger.given(tensor, role="")
@@ -245,20 +274,40 @@ class Collector(TorchDispatchMode):
             if text not in record.kept_by:
                 record.kept_by.append(text)
 
+    def _kept_by_compiled(self, node: Any, tensor: Tensor) -> None:
+        """By the module in whose call the code ran; made where its graph says."""
+        number = node._sequence_nr()
+        region = self._calls.at(number)
+        if number not in self._saved_values:
+            self.saw_compiled = True
+            self._saved_values[number] = saved_values(node, self._model, region)
+            self.unread += not self._saved_values[number]
+        self._keep(node, tensor, region, COMPILED, None)
+        for part in parts(tensor):
+            value = self._saved_values[number].get(part.untyped_storage()._cdata)
+            for record in self.ledger.records_of(part):
+                if value is not None and record.born and not record.role:
+                    record.module, record.line_text = value.module or "", value.line_text
+                    if record.operator == COMPILED:
+                        record.operator = value.operator or COMPILED
+
 
 class CollectorBesideCompiler(Collector):
-    """Where torch's compiler is loaded, it must not look into our own code, and what its code reads
-    and makes must be told apart by what was there before."""
-
-    # torch wraps what is the class's own
-    __torch_dispatch__ = Collector.__torch_dispatch__
+    """Where torch's compiler is loaded, what its code reads and makes must be told apart by what
+    was there before."""
 
     def start(self) -> None:
-        if generates_code():
+        if generates_code():  # takes as long as many a step
             alive = [one for one in tensors_alive() if one.device == self.ledger.device]
             storages = [part.untyped_storage() for tensor in alive for part in parts(tensor)]
             self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
         super().start()
+
+
+class WrappedCollector(CollectorBesideCompiler):
+    """For a torch that cannot be told to pass over our code: it wraps what is the class's own."""
+
+    __torch_dispatch__ = Collector.__torch_dispatch__
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -91,6 +91,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class WhatIf:
+    """A module, with all inside it, if its feature maps were made again in the backward pass."""
+
+    module: str
+    #: Feature maps when they take most, which is mostly at the peak.
+    kept_bytes: int
+    #: By Echo's analysis: no product is run again, no draw repeated. What is kept in their stead
+    #: is taken off.
+    cheap_frees: int
+    cheap_seconds: float
+    #: With the module in a checkpoint: all of it is run again.
+    whole_frees: int
+    whole_seconds: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Columns over time; all have the same length, `len(timeline)`."""
 
@@ -123,6 +139,8 @@ class MemoryReport:
     error: str | None = None
     #: Name of the device, versions.
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: By module, most feature maps first; empty unless the profile was asked for it.
+    what_if: tuple[WhatIf, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -200,6 +218,7 @@ class MemoryReport:
             held=tuple(held),
             timeline=Timeline(**texts, bytes=columns),
             notes=tuple(told.pop("notes")),
+            what_if=tuple(WhatIf(**one) for one in told.pop("what_if", ())),
             **told,
         )
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType, GeneratorType
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+
+from ecornn.profiler.kept import next_number
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 #: Layers of this package are passed over as those of torch.nn are; its models and recipes not.
@@ -41,9 +44,43 @@ class Lines:
         return None
 
 
+def passed_over_by_compiler(*modules: ModuleType) -> bool:
+    """What is defined in them runs as it is where it is called in the midst of a program that is
+    being compiled. Only the code objects are marked. False if torch has no means for that."""
+    from torch._dynamo import eval_frame
+
+    skip: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
+    if skip is None:
+        return False
+    for module in modules:
+        for code in _code_of(module):
+            skip(code)
+    return True
+
+
+@cache
+def _code_of(module: ModuleType) -> tuple[CodeType, ...]:
+    own = [
+        one for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__
+    ]
+    members = [one for kind in own if isinstance(kind, type) for one in vars(kind).values()]
+    functions = [getattr(one, "__func__", getattr(one, "fget", one)) for one in [*own, *members]]
+    waiting = [one.__code__ for one in functions if isinstance(one, FunctionType)]
+    found = []
+    while waiting:  # comprehensions and inner functions have code of their own
+        code = waiting.pop()
+        found.append(code)
+        waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return tuple(found)
+
+
 def generates_code() -> bool:
-    """Whether inductor may have written code that runs here."""
-    return "torch._inductor.codecache" in sys.modules
+    """Whether inductor may have written code that runs here: it has, or does not tell."""
+    inductor = sys.modules.get("torch._inductor.codecache")
+    if inductor is None:
+        return False
+    written = getattr(getattr(inductor, "PyCodeCache", None), "modules", None)
+    return written is None or len(written) > 0
 
 
 def in_generated_code() -> bool:
@@ -61,7 +98,11 @@ def line_text(line: Line | None) -> str:
     if line is None:
         return ""
     code, number = line
-    return f"{_short(code.co_filename, tuple(sys.path))}:{number} in {code.co_name}"
+    return file_line(code.co_filename, number, code.co_name)
+
+
+def file_line(file: str, number: int, function: str) -> str:
+    return f"{_short(file, tuple(sys.path))}:{number} in {function}"
 
 
 @cache
@@ -82,6 +123,8 @@ class Calls:
         self._entered = entered
         #: Read by the collector at every operator.
         self.running: list[str] = []
+        #: Whenever that changes: the number of the next node of autograd's, and the innermost path.
+        self.marks: list[tuple[int, str]] = [(0, "")]
         self._handles: list[Any] = []
         for path, module in model.named_modules():
             self._watch(module, path)
@@ -93,6 +136,7 @@ class Calls:
             if not self.running:
                 self._entered([*args, *kwargs.values()])
             self.running.append(path)
+            self.marks.append((next_number(), path))
 
         def after(_module: nn.Module, _given: Any, result: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -110,6 +154,12 @@ class Calls:
         # Above it may lie calls that were left by an exception inside a hook.
         while self.running and self.running.pop() != path:
             pass
+        self.marks.append((next_number(), self.running[-1] if self.running else ""))
+
+    def at(self, number: int) -> str:
+        """The path of the module in whose call the node with this number was made."""
+        place = bisect_right(self.marks, number, key=lambda mark: mark[0])
+        return self.marks[place - 1][1]
 
     def _resumed(self, path: str, inner: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """`inner`, each of its pieces run as part of the module."""

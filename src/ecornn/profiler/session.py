@@ -27,10 +27,16 @@ class Profile:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: tuple[Optimizer, ...], every: int = EVERY
+        self,
+        model: nn.Module,
+        optimizers: tuple[Optimizer, ...],
+        *,
+        every: int = EVERY,
+        what_if: bool = False,
     ) -> None:
         """`every`: 1 has the allocator's count after each operator, at twice the time."""
         self._model, self._optimizers, self._every = model, optimizers, every
+        self._what_if = what_if
         self._collector: Collector | None = None
         self._report: MemoryReport | None = None
 
@@ -45,6 +51,10 @@ class Profile:
             raise NotObserved("this profile has been used; make another one with profile(…)")
         device = device_of(self._model)
         self._collector = Collector.made_for(self._model, self._optimizers, device, self._every)
+        if self._what_if:
+            from ecornn.profiler.trace import Trace  # brings Echo, and torch's compiler with it
+
+            self._collector.trace = Trace(self._collector.ledger)
         self._collector.start()
         return self
 
@@ -81,6 +91,8 @@ def profile(
     step: Callable[[], Any],
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    what_if: bool = False,
 ) -> MemoryReport: ...
 
 
@@ -89,6 +101,8 @@ def profile(
     step: None = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    what_if: bool = False,
 ) -> Profile: ...
 
 
@@ -96,13 +110,16 @@ def profile(
     step: Callable[[], Any] | None = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    what_if: bool = False,
 ) -> MemoryReport | Profile:
     """Where the memory of one step goes.
 
     `step()` is called once; or, without it, `with profile(model=model) as observed:` observes the
     block and `observed.report` tells. A step that is a generator is run to its end. `optimizer`:
     one or several; those that take a step meanwhile are found without it, but what they hold
-    before that is then known only from there on.
+    before that is then known only from there on. With `what_if`, the report also says for each
+    module what making its feature maps again would free and cost, and the step takes longer.
     """
     check(step, model)
     assert model is not None
@@ -110,7 +127,7 @@ def profile(
         optimizers: tuple[Optimizer, ...] = ()
     else:
         optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    profiled = Profile(model, optimizers)
+    profiled = Profile(model, optimizers, what_if=what_if)
     return profiled if step is None else profiled.of(step)
 
 

@@ -69,6 +69,8 @@ class Record:
     line: tuple[Any, int] | None
     born: int
     freed: int | None = None
+    #: Where the line is known by its text alone.
+    line_text: str = ""
     #: Weights, gradients, optimizer state or inputs, once that is known.
     role: str = ""
     role_text: str = ""

@@ -15,6 +15,8 @@ from importlib.resources import files
 from typing import Any
 
 from ecornn.profiler.model import BEYOND, COUNTED, KINDS, MemoryReport, Row
+from ecornn.profiler.render import again
+from ecornn.profiler.render.again import Cell
 from ecornn.profiler.render.kinds import COLOURS, module_text, shown
 from ecornn.profiler.render.storages import COLUMNS, lines_of_storages
 from ecornn.profiler.render.text import head
@@ -47,11 +49,20 @@ def to_html(report: MemoryReport) -> str:
         '<div id="treemap"><p>The picture needs JavaScript.</p></div>',
         "<h2>By module and kind, at the peak</h2>",
         _rows_table(report),
+        *_again(report),
         "<h2>Why is this alive?</h2>",
         paragraph([ABOUT_STORAGES]),
         _storages_table(report),
     ]
     return document("Where the memory of a training step goes", "\n".join(parts), data)
+
+
+def _again(report: MemoryReport) -> list[str]:
+    if not report.what_if:
+        return []
+    rows = [again.cells(one) for one in report.what_if]
+    table_ = table(again.COLUMNS, rows, id="what-if")
+    return [f"<h2>{html.escape(again.TITLE)}</h2>", paragraph([again.ABOUT]), table_]
 
 
 def kinds_of(*reports: MemoryReport) -> list[str]:
@@ -90,14 +101,15 @@ def paragraph(lines: Sequence[str]) -> str:
 
 def table(
     columns: Mapping[str, str],
-    rows: Sequence[Sequence[str | int]],
-    sums: Sequence[Sequence[str | int]] = (),
+    rows: Sequence[Sequence[Cell]],
+    sums: Sequence[Sequence[Cell]] = (),
     *,
     id: str = "",
 ) -> str:
-    """`columns`: name and title. An integer is a number of bytes. End tags of cells and rows are
-    left out, as HTML allows: a page of thousands of rows is a fifth smaller."""
-    numbers = {i for row in rows[:1] for i, cell in enumerate(row) if isinstance(cell, int)}
+    """`columns`: name and title. An integer is a number of bytes; other numbers have a text.
+    End tags of cells and rows are left out, as HTML allows: a page of thousands of rows is a fifth
+    smaller."""
+    numbers = {i for row in rows[:1] for i, cell in enumerate(row) if not isinstance(cell, str)}
     heads = "".join(
         f'<th data-name="{name}"{" class=n" if i in numbers else ""} scope=col>{html.escape(title)}'
         for i, (name, title) in enumerate(columns.items())
@@ -111,7 +123,9 @@ def table(
     )
 
 
-def cell(value: str | int) -> str:
+def cell(value: Cell) -> str:
+    if isinstance(value, tuple):
+        return f"<td data-v={value[0]!r}>{html.escape(value[1])}"
     if isinstance(value, int):
         return f"<td data-v={value}>{size_text(value)}"
     return f"<td>{html.escape(value)}"

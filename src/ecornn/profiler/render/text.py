@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ecornn.profiler.model import BEYOND, COUNTED, MemoryReport
+from ecornn.profiler.render.again import ABOUT, TITLE, again_table, left_out
 from ecornn.profiler.render.kinds import OUTSIDE, shown
 from ecornn.profiler.render.tree import Line, lines_of, tree_of
 from ecornn.sizes import size_text
@@ -45,8 +46,19 @@ def render(report: MemoryReport, console: Console, depth: int | None = None) -> 
         module_table(report, console.width, depth),
         *(Text(line) for line in _beyond(report)),
         *(Text(line) for line in _largest(report)),
+        *_again(report),
         *(Text(f"note: {shown(note)}") for note in report.notes),
     )
+
+
+def _again(report: MemoryReport) -> list[RenderableType]:
+    from rich.text import Text
+
+    if not report.what_if:
+        return []
+    more = left_out(report)
+    below = [Text(more)] if more else []
+    return [Text(), Text(f"{TITLE}:"), again_table(report), *below, Text(ABOUT)]
 
 
 def head(report: MemoryReport) -> list[str]:
