@@ -57,77 +57,75 @@ struct Multiplier : Memory {
   }
 
   // ---- weights. The matrix is the layer's own, (gates · hidden, hidden): forwards W's row is one
-  // of its rows, backwards one of its columns. WHOLE: its rows are whole vectors.
+  // of its rows, backwards one of its columns.
+#if BACKWARD
+  // VEC elements of W from inner position k on, zero beyond the end.
+  __device__ __forceinline__ uint4 weights_at(const Element* matrix, int unit, int part,
+                                              int k) const {
+    union {
+      uint4 all;
+      Element each[VEC];
+    } v;
+    const int section = k / padded, first = k - section * padded;
+    const int gate = CELL == 1 ? (section + 2) % 3 : section;  // a GRU's stand as (n, r, z)
+    const Element* const column = matrix + size_t(gate) * hidden * hidden + unit;
+#pragma unroll
+    for (int e = 0; e < VEC; ++e)
+      v.each[e] = section < INNER && first + e < hidden ? __ldg(column + size_t(first + e) * hidden)
+                                                        : Element(0);
+    return v.all;
+  }
 
+  // Several chunks at once, and columns by pairs of units, were tried: the steps themselves became
+  // 5 % longer, by other registers.
+  __device__ __forceinline__ void load_weights(const Element* matrix) {
+    const int first_unit = (blockIdx.x - (GRID ? rank : 0)) * UNITS;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        uint4 rows[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const Row row = row_at((row_warp * ROW_TILES + m) * 16 + half * 8 + g);
+          const int unit = first_unit + row.unit;
+          rows[half] = make_uint4(0, 0, 0, 0);
+          if (row.unit < OWNERS * UNITS && row.part < OUTER && unit < hidden)
+            rows[half] = weights_at(matrix, unit, row.part, k_of(c));
+        }
+        put_weights(m, c, rows[0], rows[1]);
+      }
+  }
+#else
   // For lane (g, q), VEC elements of W in row g of eight, from inner position q · VEC of chunk c
-  // on, zero beyond the end. `first_row` is the first of the eight in the block's tiles.
+  // on, zero beyond the end. `first_row` is the first of the eight in the block's tiles. WHOLE:
+  // rows of the matrix are whole vectors.
   template <bool WHOLE>
   __device__ __forceinline__ uint4 weights_at(const Element* matrix, int first_unit, int first_row,
                                               int c) const {
-#if BACKWARD && DTYPE <= 1
-    if (WHOLE) return weights_across(matrix, first_unit, first_row, c);
-#endif
     const Row row = row_at(first_row + g);
     const int unit = first_unit + row.unit;
     const bool inside = row.unit < OWNERS * UNITS && row.part < OUTER && unit < hidden;
-#if !BACKWARD
     const Element* const from = matrix + (size_t(row.part) * hidden + unit) * hidden + k_of(c);
     const int left = inside ? hidden - k_of(c) : 0;
     if (WHOLE)
       return left > 0 ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
-    const size_t apart = 1;
-#else
-    const int section = k_of(c) / padded, first = k_of(c) - section * padded;
-    const int left = inside && section < INNER ? hidden - first : 0;
-    const Element* const from =
-        matrix + (size_t(gate_of(section)) * hidden + first) * hidden + unit;
-    const size_t apart = hidden;
-#endif
     union {
       uint4 all;
       Element each[VEC];
     } v;
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) v.each[e] = e < left ? __ldg(from + e * apart) : Element(0);
+    for (int e = 0; e < VEC; ++e) v.each[e] = e < left ? __ldg(from + e) : Element(0);
     return v.all;
   }
-
-#if BACKWARD
-  // a GRU's sections stand as (n, r, z)
-  __device__ __forceinline__ static int gate_of(int section) {
-    return CELL == 1 ? (section + 2) % 3 : section;
-  }
-#endif
-#if BACKWARD && DTYPE <= 1
-  // The same for eight columns of the matrix, by pairs of units: one at a time, the loads of a
-  // large layer's weights took longer than ten of its steps. A lane loads from row g of 8 × 8
-  // values and has column g after they are turned, so rows are chosen such that columns are in W's
-  // order.
-  __device__ __forceinline__ uint4 weights_across(const Element* matrix, int first_unit,
-                                                  int first_row, int c) const {
-    const int row = row_at(first_row).unit, unit = first_unit + row;
-    const int k = k_of(c) - q * VEC + g / 2 * VEC, section = k / padded;
-    const bool inside = row < OWNERS * UNITS && unit < hidden && section < INNER;
-    const size_t inner = size_t(gate_of(section)) * hidden + (k - section * padded) + g % 2;
-    const Element* const from = matrix + inner * hidden + unit + 2 * q;
-    u32 v[4];
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
-      v[pair] = inside ? __ldg(reinterpret_cast<const u32*>(from + size_t(2 * pair) * hidden)) : 0u;
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
-      asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(v[pair]));
-    return make_uint4(v[0], v[1], v[2], v[3]);
-  }
-#endif
 
   __device__ __forceinline__ void load_weights(const Element* matrix) {
     const int first_unit = (blockIdx.x - (GRID ? rank : 0)) * UNITS;
     const bool whole = hidden % VEC == 0;
     // So many chunks are asked for before the first is waited for. The branch inside the loops
     // keeps the compiler from asking for all of them at once, for which there are no registers.
-    constexpr int MOST = REGISTER_TILES * CHUNKS >= 16 ? 2 : 4,
-                  FLYING = CHUNKS < MOST ? CHUNKS : MOST;
+    constexpr int MOST = REGISTER_TILES * CHUNKS >= 16 ? 2 : 4;
+    constexpr int FLYING = CHUNKS < MOST ? CHUNKS : MOST;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -151,6 +149,7 @@ struct Multiplier : Memory {
         rows[i / 2][i % 2] = weights_at<WHOLE>(
             matrix, first_unit, (row_warp * ROW_TILES + m) * 16 + i % 2 * 8, c0 + i / 2);
   }
+#endif
 
   __device__ __forceinline__ void put_weights(int m, int c, uint4 low, uint4 high) {
 #if DTYPE == 2
