@@ -173,6 +173,7 @@ def count_memory(call: Call) -> dict[str, float | str]:
     there before the call: the weights, the call's arguments (the incoming gradients among them)
     and what an earlier call left behind for the next."""
     call.train()
+    gc.collect()  # a cycle that dies during the call would count as memory the call gave back
     before = torch.cuda.memory_allocated()
     results = call.forward()
     kept = torch.cuda.memory_allocated() - before
