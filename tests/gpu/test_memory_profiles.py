@@ -12,7 +12,8 @@ import torch
 import ecornn
 from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.training.memory import peak_bytes
-from ecornn.profiler import fit, profile
+from ecornn.profiler import Profile, fit, profile
+from ecornn.profiler.allocator import EVERY
 from ecornn.profiler.model import COUNTED, TENSORS
 
 MODELS = ("nmt", "speech", "transformer", "resnet50", "gpt2")
@@ -54,6 +55,37 @@ def test_an_unseen_batch_is_predicted(name: str) -> None:
     assert found.peak(3 * batch) == pytest.approx(peak_bytes(step), rel=OF_PREDICTIONS)
 
 
+def test_few_readings_of_the_allocator_tell_what_all_would() -> None:
+    """Where the peak is, how high, and what is beside tensors in it."""
+    step = ready("speech", BATCHES["speech"])
+    few, all_of_them = (
+        Profile(step.model, (step.optimizer,), every=every).of(step) for every in (EVERY, 1)
+    )
+    assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=1e-3)
+    assert few.timeline.operator == all_of_them.timeline.operator
+    near = few.timeline.total(all_of_them.peak_time)
+    assert near == pytest.approx(all_of_them.peak_bytes, rel=0.02)
+
+
+def test_what_the_step_does_not_read_is_told_apart() -> None:
+    step = ready("nmt", 8)
+    extra = torch.zeros(2**28, device="cuda")
+    report = profile(step, step.model, step.optimizer)
+    assert report.by_kind()["other"] >= extra.nbytes
+    largest = report.at_peak[0]
+    assert (largest.bytes, largest.kind) == (extra.nbytes, "other")
+
+
+def test_what_making_it_again_would_free() -> None:
+    step = ready("nmt", 64)
+    report = profile(step, step.model, step.optimizer, what_if=True)
+    found = {one.module: one for one in report.what_if}
+    attention = found["decoder.attention"]
+    assert attention.cheap_frees > 0.5 * attention.kept_bytes
+    assert attention.cheap_seconds < attention.whole_seconds
+    assert found["encoder"].cheap_frees < 0.1 * found["encoder"].kept_bytes, "cuDNN's layers stay"
+
+
 def test_attention_and_recurrent_feature_maps_come_first() -> None:
     step = ready("nmt", 64)
     report = profile(step, step.model, step.optimizer)
@@ -80,6 +112,10 @@ def test_compiled_models_add_up(compiled: Callable[[Any], Any]) -> None:
     step.clear()
     report = profile(step, step.model, step.optimizer)
     assert report.peak_bytes == pytest.approx(measured, rel=OF_ROWS)
+    kept = [held for held in report.held if "compiled code" in held.kept_by]
+    named = sum(held.bytes for held in kept if held.module.startswith("blocks."))
+    assert not any("could not be read" in note for note in report.notes)
+    assert named > 0.25 * sum(held.bytes for held in kept if held.kind == "feature maps")
 
 
 def test_the_report_of_a_step_that_ran_out_of_memory() -> None:

@@ -114,6 +114,8 @@ class Collector(TorchDispatchMode):
         self._last_number = -1
         #: None also where tensors on a GPU are only simulated.
         real = device.type == "cuda" and not is_fake(model)
+        self.untold = allocator.missing(device) if real else None
+        real = real and self.untold is None
         self.allocator = Allocator(device, self.ledger.bytes_alive, every) if real else None
 
     def start(self) -> None:
@@ -157,11 +159,15 @@ class Collector(TorchDispatchMode):
                 if self.allocator.unexplained(self.ledger.records) > OTHERS:
                     self.see_others()
         finally:
-            if self._starts is not None:
-                self._starts.close()
-            self._calls.close()
-            self._roles.unhook()
-            self.ledger.close()
+            self.close()
+
+    def close(self) -> None:
+        """Take away every hook."""
+        if self._starts is not None:
+            self._starts.close()
+        self._calls.close()
+        self._roles.unhook()
+        self.ledger.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
