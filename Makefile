@@ -25,7 +25,8 @@ demo: $(VENV)/.runtime
 
 # Two workers of one thread each: the suite is sized for two cores, and its tensors are small.
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 2 --cov --cov-report=
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist worksteal \
+	    --cov --cov-report=
 
 lint: $(VENV)/.dev
 	@$(BIN)/python -m ruff check --quiet

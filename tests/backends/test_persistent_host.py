@@ -227,6 +227,41 @@ def test_the_short_way_is_the_general_one(
             assert_matches(a.view(b.shape), b.double(), tolerance(torch.float32, STEPS))
 
 
+@pytest.mark.parametrize("zero", [False, True], ids=["given", "zeros"])
+@pytest.mark.parametrize("cell", ["lstm", "rnn_tanh"])
+def test_the_short_way_of_a_layer_that_is_not_small(
+    machine: Machine, cell: str, zero: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "MOST_WORK", {4: 1})
+    call = make_call(cell, 24, keep="gates" if cell == "lstm" else "states")
+    if zero:
+        call = replace(call, h0_DBR=torch.zeros_like(call.h0_DBR))
+        monkeypatch.setattr(persistent_plain, "is_zero_state", lambda state: True)
+    layer = PlainLayer(call)
+    inputs, weights = (call.input_TBI, call.h0_DBR, call.c0_DBH), tuple(call.flat_weights())
+    found = layer.forward(*inputs, weights)
+    d_output, d_h_n = torch.randn_like(found.output_TBO), torch.randn_like(call.h0_DBR)
+    for needs_input in (True, False):
+        some = layer.backward(
+            (d_output, d_h_n, None),
+            (*inputs, weights),
+            (found.output_TBO, found.cells_TBE, found.kept),
+            needs_input=needs_input,
+            needs_states=True,
+        )
+        assert not machine.gradients
+        whole = by_name("persistent").backward(
+            call,
+            by_name("persistent").forward(call),
+            ResultGrads(d_output, d_h_n, None, None),
+            BackwardRequest(needs_input),
+        )
+        for a, b in zip([*some[:3], *some.weights], [*whole[:3], *whole.weights], strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert_matches(a, b.double(), tolerance(torch.float32, STEPS))
+
+
 @pytest.mark.parametrize(
     "special",
     [

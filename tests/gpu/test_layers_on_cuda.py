@@ -304,7 +304,7 @@ def test_a_flattened_torch_layer_converts_and_runs_without_a_warning() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("feature", ["plain", "lengths", "resets"])
+@pytest.mark.parametrize("feature", ["plain", "lengths", "resets", "packed"])
 def test_a_training_step_can_be_captured_in_a_graph(feature: str) -> None:
     layer = ecornn.LSTM(8, 16, 2, device="cuda")
     x = torch.randn(12, 4, 8, device="cuda")
@@ -312,11 +312,17 @@ def test_a_training_step_can_be_captured_in_a_graph(feature: str) -> None:
         "plain": {},
         "lengths": {"lengths": torch.tensor([12, 3, 7, 1], device="cuda")},
         "resets": {"resets": torch.rand(12, 4, device="cuda") < 0.3},
+        "packed": {},
     }[feature]
+    given: Any = x
+    if feature == "packed":
+        given = pack_padded_sequence(x, torch.tensor([12, 7, 3, 1]))
+        x = given.data
 
     def step() -> Tensor:
         layer.zero_grad(set_to_none=False)
-        loss: Tensor = layer(x, **kwargs)[0].square().sum()
+        output = layer(given, **kwargs)[0]
+        loss: Tensor = (output.data if feature == "packed" else output).square().sum()
         loss.backward()
         return loss
 
@@ -339,6 +345,18 @@ def test_a_training_step_can_be_captured_in_a_graph(feature: str) -> None:
     for a, b in zip(replayed, plain, strict=True):
         assert b is not None
         assert_matches(a, b, tolerance(torch.float32, 12))
+
+
+def test_a_packed_sequence_that_is_new_to_a_capture_is_refused() -> None:
+    layer = ecornn.LSTM(8, 16, device="cuda")
+    x = torch.randn(12, 4, 8, device="cuda")
+    layer(x, lengths=torch.tensor([12, 7, 3, 1], device="cuda"))
+    packed = pack_padded_sequence(x, torch.tensor([12, 7, 3, 1]))
+    with (
+        pytest.raises(ecornn.InvalidInput, match="before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        layer(packed)
 
 
 @pytest.mark.parametrize("backend", ["persistent", "reference"])

@@ -292,6 +292,28 @@ def test_without_gradients_equals_torch(name: str, mode: Any) -> None:
     assert [t.is_inference() for t in found] == [t.is_inference() for t in expected]
 
 
+def test_packed_sequences_that_share_or_change_their_sizes() -> None:
+    """What is found of the sizes is kept with them, and found again where they change."""
+    ours, theirs = ecornn.GRU(3, 4), nn.GRU(3, 4)
+    theirs.load_state_dict(ours.state_dict())
+    first = pack_padded_sequence(torch.randn(5, 3, 3), torch.tensor([5, 4, 2]))
+    again = PackedSequence(torch.randn_like(first.data), first.batch_sizes)
+
+    def assert_equal(packed: PackedSequence) -> None:
+        torch.testing.assert_close(ours(packed)[0].data, theirs(packed)[0].data)
+
+    for packed in (first, again, first):
+        assert_equal(packed)
+    first.batch_sizes.copy_(torch.tensor([3, 3, 3, 1, 1]))
+    for packed in (first, again):
+        assert_equal(packed)
+    with torch.inference_mode():
+        new = pack_padded_sequence(torch.randn(5, 3, 3), torch.tensor([5, 4, 2]))
+        assert_equal(new)
+        assert_equal(first)
+    ours(first)[0].data.sum().backward()
+
+
 @pytest.mark.parametrize("name", LAYERS + CELLS)
 def test_meta_device_gives_torchs_shapes(name: str) -> None:
     x = torch.empty((T, B, I) if name in LAYERS else (B, I), device="meta")

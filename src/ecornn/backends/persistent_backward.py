@@ -12,6 +12,8 @@ from torch import Tensor
 from ecornn.backends.persistent_calls import (
     Launch,
     Piece,
+    aligned,
+    column_sums,
     flags,
     is_aligned,
     launches,
@@ -60,7 +62,7 @@ class _Layer:
         self.lengths = None if call.lengths_B is None else call.lengths_B.contiguous()
         self.resets = None if call.resets_TB is None else call.resets_TB.contiguous()
         self.weights = call.weights
-        self.w_hh = [w.w_hh.contiguous() for w in call.weights]
+        self.w_hh = [aligned(w.w_hh) for w in call.weights]
         self.biases = [
             None if w.b_ih is None or w.b_hh is None else (w.b_ih.contiguous(), w.b_hh.contiguous())
             for w in call.weights
@@ -201,14 +203,7 @@ class _WeightGrads:
             self._add((d, name), rows.T @ columns)
 
     def column_sums(self, d: int, rows: Tensor) -> None:
-        """Twice, because b_ih and b_hh have the same gradient and must not share its memory."""
-        # a product with ones: torch's sum over rows took up to 128 MiB of scratch on an H200
-        ones = rows.new_ones(2, rows.shape[0])
-        if self.dtype == torch.float32:
-            total = ones @ rows
-        else:
-            total = torch.mm(ones, rows, out_dtype=torch.float32)
-        self._add((d, "biases"), total)
+        self._add((d, "biases"), column_sums(rows))
 
     def of(self, d: int, w: DirectionWeights, hidden: int, gru: bool) -> list[Tensor]:
         def state(found: Tensor) -> Tensor:

@@ -168,6 +168,16 @@ def aligned(values: Tensor) -> Tensor:
     return values.clone(memory_format=torch.contiguous_format)
 
 
+def column_sums(rows: Tensor) -> Tensor:
+    """In float32; twice, because b_ih and b_hh have the same gradient and must not share its
+    memory."""
+    # a product with ones: torch's sum over rows took up to 128 MiB of scratch on an H200
+    ones = rows.new_ones(2, rows.shape[0])
+    if rows.dtype == torch.float32:
+        return ones @ rows
+    return torch.mm(ones, rows, out_dtype=torch.float32)
+
+
 @contextmanager
 def matching_products() -> Iterator[None]:
     """torch's own float32 products in the precision of the kernels: cuDNN multiplies a layer's

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ecornn.backends.persistent_calls import (
     Launch,
+    column_sums,
     launches,
     marked,
     matching_products,
@@ -28,6 +29,7 @@ from ecornn.backends.persistent_calls import (
 )
 from ecornn.backends.persistent_forward import SHARE
 from ecornn.backends.protocol import LayerCall
+from ecornn.backends.zeros import is_zero_state
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.device import failure_flag, numbers_of
 from ecornn.kernels.persistent.gradients import (
@@ -115,17 +117,19 @@ class PlainLayer:
 
     def _prepare_backward(self, call: LayerCall) -> bool:
         every = launches("backward", call)
-        if len(every) > 1 or not is_small(
-            self.cell, self.dtype, self.rows, self.hidden, self.inputs
-        ):
+        small = is_small(self.cell, self.dtype, self.rows, self.hidden, self.inputs)
+        if len(every) > 1 or (self.cell == "gru" and not small):
             return False
-        numbers = numbers_of(self.dtype)
-        assert numbers is not None
         self._backward = every[0].launcher
         self._d_gates_marked = through_l2(every)
         stored = 4 if self.cell == "gru" else GATES[self.cell]  # a GRU's candidate has two
         self._d_gates_shape = (self.rows, stored * self.hidden)
         self._backward_sizes = self._sizes(every[0], self._d_gates_shape[1])
+        self._gradients: Launcher | None = None
+        if not small:
+            return True
+        numbers = numbers_of(self.dtype)
+        assert numbers is not None
         self._gradients = gradient_launcher(self.cell, numbers, self.device)
         sizes = (self.cell, self.rows, self.hidden, self.inputs)
         cluster = self._gradients.geometry.tile.cluster
@@ -226,17 +230,61 @@ class PlainLayer:
             *self._backward_sizes,
         )
         self._backward(BackwardArguments.from_buffer_copy(packed))
+        if self._gradients is not None:
+            d_input, d_weights = self._at_once(d_gates, x, h0, weights, output, needs_input)
+        elif self.dtype == torch.float32:
+            with matching_products():
+                d_input, d_weights = self._products(d_gates, x, h0, weights, output, needs_input)
+        else:
+            d_input, d_weights = self._products(d_gates, x, h0, weights, output, needs_input)
+        return PlainGrads(
+            d_input, d_h0 if needs_states else None, d_c0 if needs_states else None, d_weights
+        )
+
+    def _at_once(
+        self,
+        d_gates: Tensor,
+        x: Tensor,
+        h0: Tensor,
+        weights: tuple[Tensor, ...],
+        output: Tensor,
+        needs_input: bool,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The gradients of the input and of the weights, by one launch."""
+        assert self._gradients is not None
         d_input = torch.empty_like(x) if needs_input else None
         d_weights = [torch.empty_like(w) for w in weights]
-        xs, w = x.data_ptr(), weights[0].data_ptr()
+        xs, y, h, w = x.data_ptr(), output.data_ptr(), h0.data_ptr(), weights[0].data_ptr()
         places = [d.data_ptr() for d in d_weights]
         packed = _GRADIENTS.pack(
-            *(dg, xs, y, h, w, 0 if d_input is None else d_input.data_ptr()),
+            *(d_gates.data_ptr(), xs, y, h, w, 0 if d_input is None else d_input.data_ptr()),
             *(places if len(places) == 4 else (*places, 0, 0)),
             *self._gradient_sizes,
             self._by_vectors and (xs | y | h | w) % 16 == 0,
         )
         self._gradients(GradientArguments.from_buffer_copy(packed), self._blocks[needs_input])
-        return PlainGrads(
-            d_input, d_h0 if needs_states else None, d_c0 if needs_states else None, d_weights
-        )
+        return d_input, d_weights
+
+    def _products(
+        self,
+        d_gates: Tensor,
+        x: Tensor,
+        h0: Tensor,
+        weights: tuple[Tensor, ...],
+        output: Tensor,
+        needs_input: bool,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The same by torch's products, for layers that are not small; not a GRU's."""
+        d_input = torch.mm(d_gates, weights[0]).view(x.shape) if needs_input else None
+        across, batch = d_gates.t(), self.batch
+        d_w_ih = torch.mm(across, x.view(self.rows, self.inputs))
+        states = output.view(self.rows, self.hidden)
+        if is_zero_state(h0):  # the first step adds nothing
+            d_w_hh = torch.mm(across[:, batch:], states[: self.rows - batch])
+        else:
+            entered = torch.cat([h0.view(batch, self.hidden), states[: self.rows - batch]])
+            d_w_hh = torch.mm(across, entered)
+        if len(weights) == 2:
+            return d_input, [d_w_ih, d_w_hh]
+        d_biases = column_sums(d_gates).to(self.dtype)
+        return d_input, [d_w_ih, d_w_hh, d_biases[0], d_biases[1]]

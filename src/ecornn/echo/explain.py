@@ -69,9 +69,10 @@ class Explanation:
     def predicted_peak_bytes(self, held: int | None = None) -> int | None:
         """The most that a forward and backward pass of the model holds. `held`: what is there when
         a step begins, weights and batch among it; by default the inputs of the graph alone, if it
-        is one. Several graphs run once each, in the order in which they were compiled, and what
-        runs between them is not counted. None if some graph's code is not known, or where parts
-        were compiled for several calls: then the rest of the model runs without Echo."""
+        is one. Several graphs run once each, in the order in which they were compiled; what one has
+        returned is taken to stay, and what runs between them is not counted. None if some graph's
+        code is not known, or where parts were compiled for several calls: then the rest of the
+        model runs without Echo."""
         told = [graph.foretold for graph in self.graphs]
         known = all(g.not_foretold is None and g.calls == 1 for g in self.graphs)
         if not told or not known or (held is None and len(told) > 1):

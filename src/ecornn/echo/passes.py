@@ -34,6 +34,15 @@ class Passes:
         return frozenset((used | returned) - self.backward)
 
     @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """By operation: those that use its result."""
+        found: list[list[int]] = [[] for _ in self.graph.operations]
+        for i, operation in enumerate(self.graph.operations):
+            for used in operation.uses:
+                found[used].append(i)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def held_anyway(self) -> frozenset[int]:
         """Storages that are there between the passes whatever is kept: inputs and results."""
         results = self.graph.outputs[: self.forward_outputs]

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
 from ecornn.echo.lean.needs import missing
+from ecornn.echo.lean.worth import Priced, Shares
 from ecornn.echo.options import Options
 from ecornn.echo.report import GraphReport
 from ecornn.errors import InvalidInput
@@ -62,6 +63,7 @@ class Regions:
         self.given = given is not None
         self.why_wet: str | None = None
         self.replaced = Replaced()
+        self.shares = Shares()
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -83,13 +85,18 @@ class Regions:
     def _called(self, args: Any, kwargs: Any) -> Any:
         if not self.lean:
             return self.model(*args, **kwargs)
-        rerun = self.lean == "layers" or self.options.memory.kind == "min"
-        functions = LeanFunctions(self.replaced, rerun_layers=rerun)
+        functions = LeanFunctions(self.replaced, rerun_layers=self._reruns_layers)
         try:
             with functions:
                 return self.model(*args, **kwargs)
         finally:
             functions.end_of_call()
+
+    @property
+    def _reruns_layers(self) -> bool:
+        kind = self.options.memory.kind
+        nearly_free = kind == "auto" and self.shares.nearly_free
+        return self.lean == "layers" or kind == "min" or nearly_free
 
     def _settle(self, counts: dict[str, int]) -> None:
         if self.calls is None:
@@ -106,17 +113,18 @@ class Regions:
         """Calls of the parts, by a run of a copy on fake tensors: it takes no memory, computes
         nothing and leaves the model as it is. None where the model's course depends on its numbers,
         or it cannot be copied."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = Priced()
         self.why_wet = None
         try:
             with draws_kept():
                 twin = without_numbers(self.model, mode)
                 args, kwargs = tree_map(lambda value: _fake(value, mode), (args, kwargs))
-                with _counted(twin) as counts, mode, torch.no_grad():
+                with _counted(twin) as counts, mode.layers_of(twin), mode, torch.no_grad():
                     twin(*args, **kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
+        self.shares = mode.shares
         return counts
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
@@ -193,6 +201,8 @@ class Regions:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
         unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
         rest = self.replaced.told() if self.lean else [unlean]
+        if self.lean and self.replaced.layers:
+            rest.append(f"that is estimated to take {self.shares.of_step:.1%} of a step")
         return [*found, "the rest of the model runs as it is written", *rest]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ecornn.backends.aten_network import NetworkCall
+from ecornn.backends.zeros import zero_state
 from ecornn.kernels.persistent.device import numbers_of, unavailable
 from ecornn.nn.stack import (
     StackCall,
@@ -30,7 +31,6 @@ from ecornn.nn.stack import (
     run_whole,
     watched,
 )
-from ecornn.nn.zeros import zero_state
 from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
 from ecornn.ops.transforms import transforms_active
 

@@ -117,6 +117,7 @@ def programs(count: int) -> list[list[tuple[str, int, int]]]:
     ]
 
 
+@pytest.mark.no_cover
 def test_the_fast_plan_is_near_the_best() -> None:
     gaps = []
     for program in programs(40):
@@ -140,6 +141,7 @@ def test_the_fast_plan_is_near_the_best() -> None:
     assert max(gaps) <= 0.10
 
 
+@pytest.mark.no_cover
 def test_a_plan_reads_only_what_it_kept_or_made() -> None:
     for program in programs(12):
         function = function_of(program, two_results=False)

@@ -21,6 +21,12 @@ class Prices:
     of: Callable[[Program], float]
     step_seconds: float  # both passes, when all is kept
     fuses: bool = False  # what runs is fused, and holds less than operators one by one
+    bandwidth: float = float("inf")  # of the device, where it fuses
+    launch: float = 0.0
+
+    def kernel_seconds(self, moved: int, launches: int = 1) -> float:
+        """Of light kernels that read and write so many bytes."""
+        return moved / self.bandwidth + launches * self.launch
 
 
 def one_by_one(seconds: Sequence[float]) -> Prices:
@@ -45,7 +51,7 @@ def fused(passes: Passes, seconds: Sequence[float], bandwidth: float, launch: fl
 
     between = saved(passes, passes.needed)
     before = of(forward_program(passes, between)) + of(backward_program(passes, between))
-    return Prices(tuple(seconds), of, before, fuses=True)
+    return Prices(tuple(seconds), of, before, True, bandwidth, launch)
 
 
 class _Kernels:

@@ -17,6 +17,7 @@ from ecornn.echo.plan.estimate import Estimate, Estimates, Plan
 from ecornn.echo.plan.groups import Group, groups_of, kept_with, run_again
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.plan.refine import refined
+from ecornn.echo.plan.units import units_of
 from ecornn.echo.schedule import FOR_ALL
 
 #: Operations gone through for estimates, at most; each takes about 10 µs on one core.
@@ -129,7 +130,12 @@ class Search:
 
     def groups(self, one: Found) -> list[Group]:
         if one.plan.kept not in self._groups:
-            self._groups[one.plan.kept] = groups_of(self.passes, one.plan.kept, self.prices.seconds)
+            kept = one.plan.kept
+            self._groups[kept] = (
+                units_of(self.passes, kept, self.prices)
+                if self.prices.fuses
+                else groups_of(self.passes, kept, self.prices.seconds)
+            )
         return self._groups[one.plan.kept]
 
 

@@ -56,60 +56,117 @@ struct Multiplier : Memory {
     return {r / OWN_ROWS * UNITS + r % OWN_ROWS / OUTER, r % OUTER};
   }
 
-  // VEC elements of W from inner position k on, zero beyond the end. The matrix is the layer's own,
-  // (gates · hidden, hidden): forwards W's row is one of its rows, backwards one of its columns.
-  __device__ __forceinline__ uint4 weights_at(const Element* matrix, int unit, int part,
-                                              int k) const {
+  // ---- weights. The matrix is the layer's own, (gates · hidden, hidden): forwards W's row is one
+  // of its rows, backwards one of its columns. WHOLE: its rows are whole vectors.
+
+  // For lane (g, q), VEC elements of W in row g of eight, from inner position q · VEC of chunk c
+  // on, zero beyond the end. `first_row` is the first of the eight in the block's tiles.
+  template <bool WHOLE>
+  __device__ __forceinline__ uint4 weights_at(const Element* matrix, int first_unit, int first_row,
+                                              int c) const {
+#if BACKWARD && DTYPE <= 1
+    if (WHOLE) return weights_across(matrix, first_unit, first_row, c);
+#endif
+    const Row row = row_at(first_row + g);
+    const int unit = first_unit + row.unit;
+    const bool inside = row.unit < OWNERS * UNITS && row.part < OUTER && unit < hidden;
 #if !BACKWARD
-    return gather(matrix + (size_t(part) * hidden + unit) * hidden, k, hidden);
+    const Element* const from = matrix + (size_t(row.part) * hidden + unit) * hidden + k_of(c);
+    const int left = inside ? hidden - k_of(c) : 0;
+    if (WHOLE)
+      return left > 0 ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
+    const size_t apart = 1;
 #else
+    const int section = k_of(c) / padded, first = k_of(c) - section * padded;
+    const int left = inside && section < INNER ? hidden - first : 0;
+    const Element* const from =
+        matrix + (size_t(gate_of(section)) * hidden + first) * hidden + unit;
+    const size_t apart = hidden;
+#endif
     union {
       uint4 all;
       Element each[VEC];
     } v;
-    const int section = k / padded, first = k - section * padded;
-    const int gate = CELL == 1 ? (section + 2) % 3 : section;  // a GRU's stand as (n, r, z)
-    const Element* const column = matrix + size_t(gate) * hidden * hidden + unit;
 #pragma unroll
-    for (int e = 0; e < VEC; ++e)
-      v.each[e] = section < INNER && first + e < hidden ? __ldg(column + size_t(first + e) * hidden)
-                                                        : Element(0);
+    for (int e = 0; e < VEC; ++e) v.each[e] = e < left ? __ldg(from + e * apart) : Element(0);
     return v.all;
-#endif
   }
+
+#if BACKWARD
+  // a GRU's sections stand as (n, r, z)
+  __device__ __forceinline__ static int gate_of(int section) {
+    return CELL == 1 ? (section + 2) % 3 : section;
+  }
+#endif
+#if BACKWARD && DTYPE <= 1
+  // The same for eight columns of the matrix, by pairs of units: one at a time, the loads of a
+  // large layer's weights took longer than ten of its steps. A lane loads from row g of 8 × 8
+  // values and has column g after they are turned, so rows are chosen such that columns are in W's
+  // order.
+  __device__ __forceinline__ uint4 weights_across(const Element* matrix, int first_unit,
+                                                  int first_row, int c) const {
+    const int row = row_at(first_row).unit, unit = first_unit + row;
+    const int k = k_of(c) - q * VEC + g / 2 * VEC, section = k / padded;
+    const bool inside = row < OWNERS * UNITS && unit < hidden && section < INNER;
+    const size_t inner = size_t(gate_of(section)) * hidden + (k - section * padded) + g % 2;
+    const Element* const from = matrix + inner * hidden + unit + 2 * q;
+    u32 v[4];
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair)
+      v[pair] = inside ? __ldg(reinterpret_cast<const u32*>(from + size_t(2 * pair) * hidden)) : 0u;
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair)
+      asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(v[pair]));
+    return make_uint4(v[0], v[1], v[2], v[3]);
+  }
+#endif
 
   __device__ __forceinline__ void load_weights(const Element* matrix) {
     const int first_unit = (blockIdx.x - (GRID ? rank : 0)) * UNITS;
+    const bool whole = hidden % VEC == 0;
+    // So many chunks are asked for before the first is waited for. The branch inside the loops
+    // keeps the compiler from asking for all of them at once, for which there are no registers.
+    constexpr int MOST = REGISTER_TILES * CHUNKS >= 16 ? 2 : 4,
+                  FLYING = CHUNKS < MOST ? CHUNKS : MOST;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-        uint4 rows[2];
+      for (int c0 = 0; c0 < CHUNKS; c0 += FLYING) {
+        uint4 rows[FLYING][2];
+        if (whole)
+          load_rows<true>(rows, matrix, first_unit, m, c0);
+        else
+          load_rows<false>(rows, matrix, first_unit, m, c0);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int r = (row_warp * ROW_TILES + m) * 16 + half * 8 + g;
-          const Row row = row_at(r);
-          const int unit = first_unit + row.unit;
-          rows[half] = make_uint4(0, 0, 0, 0);
-          if (row.unit < OWNERS * UNITS && row.part < OUTER && unit < hidden)
-            rows[half] = weights_at(matrix, unit, row.part, k_of(c));
-#if DTYPE == 2
-          rows[half] = make_uint4(to_tf32(rows[half].x), to_tf32(rows[half].y),
-                                  to_tf32(rows[half].z), to_tf32(rows[half].w));
-#endif
-        }
-        const uint4 a = make_uint4(rows[0].x, rows[1].x, rows[0].y, rows[1].y);
-        const uint4 b = make_uint4(rows[0].z, rows[1].z, rows[0].w, rows[1].w);
-        if (m < REGISTER_TILES) {
-          u32(&to)[2][4] = w[m % REGISTER_TILES][c];
-          to[0][0] = a.x, to[0][1] = a.y, to[0][2] = a.z, to[0][3] = a.w;
-          to[1][0] = b.x, to[1][1] = b.y, to[1][2] = b.z, to[1][3] = b.w;
-        } else {
-          uint4* const to =
-              weights() + ((m - REGISTER_TILES) * CHUNKS + c) * 2 * THREADS + threadIdx.x;
-          to[0] = a, to[THREADS] = b;  // read by this thread alone
-        }
+        for (int i = 0; i < FLYING; ++i)
+          if (c0 + i < CHUNKS) put_weights(m, c0 + i, rows[i][0], rows[i][1]);
       }
+  }
+  template <bool WHOLE, int COUNT>
+  __device__ __forceinline__ void load_rows(uint4 (&rows)[COUNT][2], const Element* matrix,
+                                            int first_unit, int m, int c0) const {
+#pragma unroll
+    for (int i = 0; i < COUNT * 2; ++i)
+      if (c0 + i / 2 < CHUNKS)
+        rows[i / 2][i % 2] = weights_at<WHOLE>(
+            matrix, first_unit, (row_warp * ROW_TILES + m) * 16 + i % 2 * 8, c0 + i / 2);
+  }
+
+  __device__ __forceinline__ void put_weights(int m, int c, uint4 low, uint4 high) {
+#if DTYPE == 2
+    low = make_uint4(to_tf32(low.x), to_tf32(low.y), to_tf32(low.z), to_tf32(low.w));
+    high = make_uint4(to_tf32(high.x), to_tf32(high.y), to_tf32(high.z), to_tf32(high.w));
+#endif
+    const uint4 a = make_uint4(low.x, high.x, low.y, high.y);
+    const uint4 b = make_uint4(low.z, high.z, low.w, high.w);
+    if (m < REGISTER_TILES) {
+      u32(&to)[2][4] = w[m % REGISTER_TILES][c];
+      to[0][0] = a.x, to[0][1] = a.y, to[0][2] = a.z, to[0][3] = a.w;
+      to[1][0] = b.x, to[1][1] = b.y, to[1][2] = b.z, to[1][3] = b.w;
+    } else {
+      uint4* const to = weights() + ((m - REGISTER_TILES) * CHUNKS + c) * 2 * THREADS + threadIdx.x;
+      to[0] = a, to[THREADS] = b;  // read by this thread alone
+    }
   }
 
   // ---- multiplying

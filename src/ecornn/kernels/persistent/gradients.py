@@ -20,6 +20,8 @@ SPLIT = 8
 #: Multiplications and additions up to which one launch is the better way, by the size of a value:
 #: beyond, torch's own products are so much faster that their launches do not count.
 MOST_WORK = {2: 7e9, 4: 2e9}
+#: With more, its blocks are too many for what each has to do.
+MOST_UNITS = 256
 
 
 class GradientArguments(ctypes.Structure):
@@ -66,7 +68,7 @@ class GradientTile:
 def is_small(cell: str, dtype: torch.dtype, rows: int, hidden: int, inputs: int) -> bool:
     """Whether one launch is the better way."""
     work = 2.0 * rows * GATES[cell] * hidden * (2 * inputs + hidden)
-    return work <= MOST_WORK[dtype.itemsize]
+    return max(hidden, inputs) <= MOST_UNITS and work <= MOST_WORK[dtype.itemsize]
 
 
 def blocks(

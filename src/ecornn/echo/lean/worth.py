@@ -1,0 +1,125 @@
+"""Is it nearly free to run a model's recurrent layers again? Estimated from one run of its forward
+pass on tensors without numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.utils.rnn import PackedSequence
+
+from ecornn.echo.analysis.machine import machine_of
+from ecornn.echo.graph import PRODUCTS
+from ecornn.echo.lean import layers
+from ecornn.echo.work import Work, work_of
+
+#: Of the estimated time of the step as it is written. More than the 2 % that a compiled part may
+#: add: such a part takes less time than it does as it is written, by far more than this.
+NEARLY_FREE = 0.03
+#: A backward pass takes about twice as long as its forward pass.
+PASSES = 3
+#: Kernels of one time step of a layer: its product, and its gates.
+KERNELS = 2
+
+
+@dataclass
+class Shares:
+    """Seconds of a forward pass: of all of it, and of recurrent layers that could be run again."""
+
+    seconds: float = 0.0
+    layers: float = 0.0
+
+    @property
+    def of_step(self) -> float:
+        return self.layers / (PASSES * self.seconds) if self.seconds else 0.0
+
+    @property
+    def nearly_free(self) -> bool:
+        return 0 < self.of_step <= NEARLY_FREE
+
+
+class Priced(FakeTensorMode):
+    """Adds up the estimated times of operators. No mode of its own: torch compiles nothing under
+    those, and a model may compile parts of itself."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.shares = Shares()
+        self._depth = 0  # an operator may run others
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._depth += 1
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth and not func.is_view:
+            work = work_of(func, tuple(args), dict(kwargs or {}), result)
+            product = func.overloadpacket.__name__ in PRODUCTS
+            self.shares.seconds += machine_of(work.device).seconds(work, product=product)
+        return result
+
+    @contextmanager
+    def layers_of(self, model: nn.Module) -> Iterator[None]:
+        """Recurrent layers are priced as wholes: their operators say nothing of their steps."""
+
+        def hook(layer: Any, args: tuple[Any, ...]) -> None:
+            seconds = layer_seconds(layer, args[0])
+            self.shares.seconds += seconds
+            self.shares.layers += seconds if _would_be_run_again(layer, args[0]) else 0.0
+
+        found = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
+        hooks = [layer.register_forward_pre_hook(hook) for layer in found]
+        try:
+            yield
+        finally:
+            for one in hooks:
+                one.remove()
+
+
+def layer_seconds(layer: nn.RNNBase, given: Tensor | PackedSequence) -> float:
+    """Of the forward pass of a stack: at every time step each layer multiplies by its weights and
+    works out its gates."""
+    rows, steps, device = _rows(given), _steps(layer, given), _data(given).device
+    matrices = [weight for weight in layer.parameters() if weight.dim() == 2]
+    flops = 2 * rows * sum(matrix.numel() for matrix in matrices)
+    read = steps * sum(matrix.nbytes for matrix in matrices)
+    work = Work(None, read, _output_bytes(layer, given), flops, _data(given).dtype, device)
+    machine = machine_of(device)
+    launches = KERNELS * steps * _count(layer)
+    return machine.seconds(work, product=True) + launches * machine.launch_s
+
+
+def _would_be_run_again(layer: nn.RNNBase, given: Tensor | PackedSequence) -> bool:
+    """As `layers.refusal` will say of a call with numbers."""
+    draws = layer.training and layer.dropout > 0 and layer.num_layers > 1
+    trained = any(weight.requires_grad for weight in layer.parameters())
+    return trained and not draws and _output_bytes(layer, given) >= layers.FEWEST_BYTES
+
+
+def _data(given: Tensor | PackedSequence) -> Tensor:
+    return given.data if isinstance(given, PackedSequence) else given
+
+
+def _rows(given: Tensor | PackedSequence) -> int:
+    data = _data(given)
+    return data.numel() // max(data.shape[-1], 1)
+
+
+def _steps(layer: nn.RNNBase, given: Tensor | PackedSequence) -> int:
+    if isinstance(given, PackedSequence):
+        return len(given.batch_sizes)
+    return given.shape[1 if given.dim() == 3 and layer.batch_first else 0]
+
+
+def _count(layer: nn.RNNBase) -> int:
+    return layer.num_layers * (2 if layer.bidirectional else 1)
+
+
+def _output_bytes(layer: nn.RNNBase, given: Tensor | PackedSequence) -> int:
+    width = layer.proj_size or layer.hidden_size
+    return _rows(given) * _count(layer) * width * _data(given).itemsize

@@ -1,0 +1,67 @@
+"""Recurrent layers are run again without being asked where that is a small part of the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ecornn
+from ecornn.echo.lean import layers, worth
+from ecornn.echo.lean.worth import Priced
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "FEWEST_BYTES", 0)
+
+
+class Translator(nn.Module):
+    """A short layer, and a part that is called many times."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.encoder, self.calls = nn.LSTM(8, 8), calls
+        self.step = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(x)[0][-1]
+        for _ in range(self.calls):
+            h = self.step(h)
+        return h.sum()
+
+
+@pytest.mark.parametrize(
+    ("calls", "memory", "again"), [(80, "auto", 1), (4, "auto", 0), (80, 1, 0)]
+)
+def test_auto_runs_layers_again_where_they_are_a_small_part(
+    calls: int, memory: Any, again: int
+) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Translator(calls), torch.randn(3, 2, 8)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    compiled = ecornn.compile(model, memory="1GiB" if memory == 1 else memory)
+    for one, other in zip(
+        torch.autograd.grad(compiled(x), list(model.parameters())), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    told = str(compiled.explain())
+    assert ("run again in the backward pass, 1 calls" in told) == bool(again)
+    assert ("of a step" in told) == bool(again)
+    torch._dynamo.reset()
+
+
+def test_a_layer_takes_as_long_as_its_steps_in_a_row() -> None:
+    layer, times = nn.LSTM(8, 8, num_layers=2, bidirectional=True), {}
+    for steps in (10, 20):
+        mode = Priced()
+        with mode.layers_of(layer), mode, torch.no_grad():
+            layer(torch.empty(steps, 4, 8))
+        times[steps] = mode.shares.layers
+        assert mode.shares.layers < mode.shares.seconds
+    launches = worth.KERNELS * 4 * 10 * 5e-6
+    assert times[20] > times[10] > launches
+    assert times[20] == pytest.approx(2 * times[10], rel=0.05)
