@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ecornn.errors import InvalidInput
-from ecornn.profiler.collect import is_fake
 from ecornn.profiler.curve import Curve, curve_of, run_of
+from ecornn.profiler.operators import is_fake
 from ecornn.profiler.session import device_of
 from ecornn.profiler.steps import read_step
 from ecornn.sizes import read_size, size_text
