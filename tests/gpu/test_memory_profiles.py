@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.training.memory import peak_bytes
 from ecornn.profiler import Profile, fit, profile
 from ecornn.profiler.allocator import EVERY
+from ecornn.profiler.blocks import Blocks
 from ecornn.profiler.model import COUNTED, TENSORS
 
 MODELS = ("nmt", "speech", "transformer", "resnet50", "gpt2")
@@ -131,3 +133,24 @@ def test_the_report_of_a_step_that_ran_out_of_memory() -> None:
     report = raised.value.memory_report  # type: ignore[attr-defined]
     assert "feature maps" in {held.kind for held in report.held}
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_blocks_are_those_of_the_allocator(seed: int) -> None:
+    """The rules that `fit` plays steps through by, on blocks taken and given at random."""
+    draw = random.Random(seed)
+    blocks, tensors, addresses = Blocks(2**40), [], []
+    pool = torch.cuda.MemPool()  # of its own, so that free parts from before are not lent
+    before = torch.cuda.memory_reserved()
+    with torch.cuda.use_mem_pool(pool):
+        for _ in range(400):
+            if tensors and draw.random() < 0.45:
+                place = draw.randrange(len(tensors))
+                tensors.pop(place)
+                blocks.give(addresses.pop(place))
+            else:
+                size = int(2 ** draw.uniform(4, 27))
+                tensors.append(torch.empty(size, dtype=torch.int8, device="cuda"))
+                addresses.append(blocks.take(size))
+            assert torch.cuda.memory_reserved() - before == blocks.reserved
+        tensors.clear()
