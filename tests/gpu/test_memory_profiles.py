@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import ecornn
 from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.training.memory import peak_bytes
-from ecornn.profiler import fit, profile
+from ecornn.profiler import Profile, fit, profile
+from ecornn.profiler.allocator import EVERY
+from ecornn.profiler.blocks import Blocks
 from ecornn.profiler.model import COUNTED, TENSORS
 
 MODELS = ("nmt", "speech", "transformer", "resnet50", "gpt2")
@@ -54,6 +57,37 @@ def test_an_unseen_batch_is_predicted(name: str) -> None:
     assert found.peak(3 * batch) == pytest.approx(peak_bytes(step), rel=OF_PREDICTIONS)
 
 
+def test_few_readings_of_the_allocator_tell_what_all_would() -> None:
+    """Where the peak is, how high, and what is beside tensors in it."""
+    step = ready("speech", BATCHES["speech"])
+    few, all_of_them = (
+        Profile(step.model, (step.optimizer,), every=every).of(step) for every in (EVERY, 1)
+    )
+    assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=1e-3)
+    assert few.timeline.operator == all_of_them.timeline.operator
+    near = few.timeline.total(all_of_them.peak_time)
+    assert near == pytest.approx(all_of_them.peak_bytes, rel=0.02)
+
+
+def test_what_the_step_does_not_read_is_told_apart() -> None:
+    step = ready("nmt", 8)
+    extra = torch.zeros(2**28, device="cuda")
+    report = profile(step, step.model, step.optimizer)
+    assert report.by_kind()["other"] >= extra.nbytes
+    largest = report.at_peak[0]
+    assert (largest.bytes, largest.kind) == (extra.nbytes, "other")
+
+
+def test_what_making_it_again_would_free() -> None:
+    step = ready("nmt", 64)
+    report = profile(step, step.model, step.optimizer, what_if=True)
+    found = {one.module: one for one in report.what_if}
+    attention = found["decoder.attention"]
+    assert attention.cheap_frees > 0.5 * attention.kept_bytes
+    assert attention.cheap_seconds < attention.whole_seconds
+    assert found["encoder"].cheap_frees < 0.1 * found["encoder"].kept_bytes, "cuDNN's layers stay"
+
+
 def test_attention_and_recurrent_feature_maps_come_first() -> None:
     step = ready("nmt", 64)
     report = profile(step, step.model, step.optimizer)
@@ -80,6 +114,10 @@ def test_compiled_models_add_up(compiled: Callable[[Any], Any]) -> None:
     step.clear()
     report = profile(step, step.model, step.optimizer)
     assert report.peak_bytes == pytest.approx(measured, rel=OF_ROWS)
+    kept = [held for held in report.held if "compiled code" in held.kept_by]
+    named = sum(held.bytes for held in kept if held.module.startswith("blocks."))
+    assert not any("could not be read" in note for note in report.notes)
+    assert named > 0.25 * sum(held.bytes for held in kept if held.kind == "feature maps")
 
 
 def test_the_report_of_a_step_that_ran_out_of_memory() -> None:
@@ -95,3 +133,24 @@ def test_the_report_of_a_step_that_ran_out_of_memory() -> None:
     report = raised.value.memory_report  # type: ignore[attr-defined]
     assert "feature maps" in {held.kind for held in report.held}
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_blocks_are_those_of_the_allocator(seed: int) -> None:
+    """The rules that `fit` plays steps through by, on blocks taken and given at random."""
+    draw = random.Random(seed)
+    blocks, tensors, addresses = Blocks(2**40), [], []
+    pool = torch.cuda.MemPool()  # of its own, so that free parts from before are not lent
+    before = torch.cuda.memory_reserved()
+    with torch.cuda.use_mem_pool(pool):
+        for _ in range(400):
+            if tensors and draw.random() < 0.45:
+                place = draw.randrange(len(tensors))
+                tensors.pop(place)
+                blocks.give(addresses.pop(place))
+            else:
+                size = int(2 ** draw.uniform(4, 27))
+                tensors.append(torch.empty(size, dtype=torch.int8, device="cuda"))
+                addresses.append(blocks.take(size))
+            assert torch.cuda.memory_reserved() - before == blocks.reserved
+        tensors.clear()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
 from ecornn.errors import InvalidInput
-from ecornn.profiler import MemoryReport, profile
+from ecornn.profiler import MemoryReport, collect, profile
 from ecornn.profiler.session import NotObserved
 
 
@@ -110,6 +110,18 @@ def test_hooks_are_there_meanwhile_and_gone_afterwards() -> None:
     assert observed.report.error is None
 
 
+def test_a_profile_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Breaks("does not")
+
+    def refuse(*_: Any) -> None:
+        raise KeyError("no")
+
+    monkeypatch.setattr(collect, "Starts", refuse)
+    with pytest.raises(KeyError, match="no"):
+        profile(lambda: None, model)
+    assert is_untouched(model)
+
+
 def test_tensors_that_were_overwritten_are_still_noticed() -> None:
     model = nn.Linear(4, 4)
 
@@ -140,6 +152,10 @@ def test_what_cannot_be_profiled_is_refused() -> None:
         profile(3, nn.Linear(1, 1))  # type: ignore[call-overload]
     with pytest.raises(InvalidInput, match=r"a torch\.nn\.Module"):
         profile(lambda: None, None)  # type: ignore[call-overload]
+    with pytest.raises(InvalidInput, match=r"a torch\.optim\.Optimizer"):
+        profile(lambda: None, nn.Linear(1, 1), 3)  # type: ignore[call-overload]
+    with pytest.raises(InvalidInput, match="found when it takes a step"):
+        profile(lambda: None, nn.Linear(1, 1), [object()])  # type: ignore[list-item]
 
 
 def test_a_graph_from_before_the_step_is_kept_since_then() -> None:

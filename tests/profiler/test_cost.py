@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ecornn.bench.models import attention_nmt
 from ecornn.profiler import collect, places, profile, storages
 
-ROUNDS = 7
+ROUNDS = 5
 OPERATORS = 400
 
 
@@ -69,7 +69,7 @@ def test_an_operator_costs_little_more_than_being_seen_at_all() -> None:
 def test_a_step_of_a_model_takes_at_most_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     # else, all that Python knows of is looked through first, which is no matter of the step's size
     monkeypatch.setattr(collect, "generates_code", lambda: False)
-    size = attention_nmt.Size(500, 500, hidden=256, length=6, batch=64)
+    size = attention_nmt.Size(500, 500, hidden=256, length=4, batch=64)
     model = attention_nmt.make_model(size)
     batch = attention_nmt.make_batch(size, size.batch, torch.Generator().manual_seed(0))
     step = lambda: model(*batch).backward()  # noqa: E731

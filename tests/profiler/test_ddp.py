@@ -1,12 +1,15 @@
-"""Under DistributedDataParallel, one process being enough."""
+"""Under DistributedDataParallel and FSDP2, one process being enough."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ecornn.profiler import profile
@@ -35,3 +38,31 @@ def test_buckets_are_no_inputs_and_gradients_lie_in_them(tmp_path: Path) -> None
     assert held["gradients"] == weights  # one bucket, the storage of both
     assert held["inputs"] == x.nbytes
     assert {h.module for h in report.held if h.kind == "weights"} == {"module"}
+
+
+def test_sharded_weights_are_known_by_their_pieces(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        mesh = init_device_mesh("cpu", (1,))
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters())
+        x = torch.randn(4, 8)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        step()
+        report = profile(step, model, optimizer)
+        weights = sum(p.nbytes for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+    assert report.peak_bytes == report.timeline.total(report.peak_time)
+    kinds = report.by_kind()
+    assert kinds["weights"] == weights
+    assert kinds["optimizer state"] == pytest.approx(2 * weights, abs=64)
+    assert {h.module for h in report.held if h.kind == "weights"} == {"0", "2"}

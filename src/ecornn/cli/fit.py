@@ -161,6 +161,8 @@ def render(found: Fit, batches: list[int], echo: str | None = None) -> Renderabl
         made.add_row(*(Text(cell, style) for cell in (str(batch), size_text(peak), share, how)))
     within = f"within {size_text(found.memory)}"
     answer = f"the largest batch {within}{way}: {found.largest}"
+    if found.largest_running is not None:
+        answer += f"; for which the allocator finds room: {found.largest_running}"
     if found.largest is None:
         answer = f"not even a batch of 1 stays {within}"
     return Group(made, Text(answer), *(Text(f"note: {note}") for note in found.notes))
@@ -173,6 +175,7 @@ def as_data(found: Fit, batches: list[int]) -> dict[str, Any]:
         "length": found.length,
         "memory_bytes": found.memory,
         "largest_batch": found.largest,
+        "largest_running_batch": found.largest_running,
         "peaks": [
             {"batch": batch, "peak_bytes": peak, "how": how}
             for batch, (peak, how) in peaks(found, batches).items()

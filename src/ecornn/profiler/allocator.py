@@ -23,6 +23,10 @@ EVERY = 16
 UNSPLIT = 1 << 20
 
 
+#: Allocators that have statistics.
+BACKENDS = ("native", "cudaMallocAsync")
+
+
 @dataclass(frozen=True)
 class Reading:
     #: When its peak was reached, as far as can be told; and when it was taken.
@@ -44,6 +48,15 @@ class Told:
     current: int
     asked_for: int
     reserved: int
+
+
+def missing(device: torch.device) -> str | None:
+    """Why the allocator of a device does not tell, if it does not."""
+    name = torch.cuda.memory.get_allocator_backend()
+    told = torch.cuda.memory_stats_as_nested_dict(device) if name in BACKENDS else {}
+    if all(key in told for key in ("allocated_bytes", "requested_bytes", "reserved_bytes")):
+        return None
+    return f"the allocator {name!r} does not tell what it counts: sizes are rounded to its blocks"
 
 
 class Allocator:
@@ -68,7 +81,8 @@ class Allocator:
         return Told(
             allocated["peak"],
             allocated["current"],
-            told["requested_bytes"]["all"]["current"],
+            # not every allocator counts what it is asked for
+            told["requested_bytes"]["all"]["current"] or allocated["current"],
             told["reserved_bytes"]["all"]["current"],
         )
 

@@ -178,6 +178,8 @@ def _notes(collector: Collector, phase: str) -> list[str]:
         notes.append(
             "the peak is in the optimizer's step: making feature maps again does not lower it"
         )
+    if collector.untold is not None:
+        notes.append(collector.untold)
     elsewhere = sorted(collector.ledger.elsewhere)
     if elsewhere:
         notes.append(f"tensors on {', '.join(elsewhere)} are not counted")

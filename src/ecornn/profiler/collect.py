@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecornn.profiler import allocator, kept, places, storages
+from ecornn.profiler import allocator, kept, operators, places, storages
 from ecornn.profiler.allocator import EVERY, Allocator
-from ecornn.profiler.compiled import Value, is_compiled, saved_values
+from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
 from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
+from ecornn.profiler.operators import (
+    COMPILED,
+    SCALARS,
+    Operator,
+    Origin,
+    describe,
+    is_fake,
+    tensors_in,
+)
 from ecornn.profiler.places import (
     Calls,
     Line,
@@ -39,29 +47,6 @@ if TYPE_CHECKING:
 #: Of the peak: what is looked for in all that Python knows of, where tensors that the step reads
 #: leave more than this unexplained. Libraries' buffers take about 1 % of a large step's peak.
 OTHERS = 0.02
-
-#: Stands for an operator where a compiler's code is all there is to see.
-COMPILED = "compiled code"
-#: Arguments without tensors in them; others are looked into.
-_SCALARS = frozenset(
-    {int, float, bool, complex, str, type(None)}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator}
-)
-
-
-class Origin(NamedTuple):
-    """Who made a node of autograd's graph."""
-
-    module: str
-    operator: str
-    line: Line | None
-
-
-class Operator(NamedTuple):
-    name: str
-    #: Makes nothing but another look at what it is given: takes no time in the report.
-    only_views: bool
-    func: Any
 
 
 class Collector(TorchDispatchMode):
@@ -102,7 +87,7 @@ class Collector(TorchDispatchMode):
         #: By the number of a node of compiled code, what it keeps; and of how many nobody knows.
         self._saved_values: dict[int, dict[int, Value]] = {}
         self.unread = 0
-        self._model = model
+        self._compiled = CompiledGraphs(model)
         self._roles = Roles(self.ledger, model, optimizers)
         self._calls = Calls(model, self._roles.inputs)
         self._running = self._calls.running
@@ -114,6 +99,8 @@ class Collector(TorchDispatchMode):
         self._last_number = -1
         #: None also where tensors on a GPU are only simulated.
         real = device.type == "cuda" and not is_fake(model)
+        self.untold = allocator.missing(device) if real else None
+        real = real and self.untold is None
         self.allocator = Allocator(device, self.ledger.bytes_alive, every) if real else None
 
     def start(self) -> None:
@@ -126,7 +113,7 @@ class Collector(TorchDispatchMode):
     ) -> Collector:
         kind = Collector
         if "torch._dynamo" in sys.modules:
-            ours = (sys.modules[__name__], storages, kept, allocator, places)
+            ours = (sys.modules[__name__], storages, kept, allocator, operators, places)
             alone = passed_over_by_compiler(*ours)
             kind = CollectorBesideCompiler if alone else WrappedCollector
         return kind(model, optimizers, device, every)
@@ -157,11 +144,15 @@ class Collector(TorchDispatchMode):
                 if self.allocator.unexplained(self.ledger.records) > OTHERS:
                     self.see_others()
         finally:
-            if self._starts is not None:
-                self._starts.close()
-            self._calls.close()
-            self._roles.unhook()
-            self.ledger.close()
+            self.close()
+
+    def close(self) -> None:
+        """Take away every hook."""
+        if self._starts is not None:
+            self._starts.close()
+        self._calls.close()
+        self._roles.unhook()
+        self.ledger.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -175,12 +166,12 @@ class Collector(TorchDispatchMode):
         ledger.clock += 1
         self.times.append((operator.name, module, phase))
         for value in (*args, *kwargs.values()) if kwargs else args:
-            if type(value) not in _SCALARS:
-                for tensor in (value,) if type(value) in PLAIN else _tensors((value,)):
+            if type(value) not in SCALARS:
+                for tensor in (value,) if type(value) in PLAIN else tensors_in((value,)):
                     if not ledger.knows(tensor):
                         self._unknown(tensor, phase, module, line)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        for tensor in (result,) if type(result) in PLAIN else _tensors((result,)):
+        for tensor in (result,) if type(result) in PLAIN else tensors_in((result,)):
             if not ledger.knows_as_it_is(tensor):
                 if line is None and phase != "backward":
                     line = self._lines.here()
@@ -215,9 +206,7 @@ class Collector(TorchDispatchMode):
         return any(watch is not None and watch() is not None for watch in watches)
 
     def _describe(self, func: Any) -> Operator:
-        packet = getattr(func, "overloadpacket", func)
-        operator = Operator(str(packet), bool(getattr(func, "is_view", False)), func)
-        self._operators[id(func)] = operator
+        operator = self._operators[id(func)] = describe(func)
         return operator
 
     def _place(self, operator: Operator) -> tuple[str, Line | None, str]:
@@ -280,7 +269,7 @@ class Collector(TorchDispatchMode):
         region = self._calls.at(number)
         if number not in self._saved_values:
             self.saw_compiled = True
-            self._saved_values[number] = saved_values(node, self._model, region)
+            self._saved_values[number] = self._compiled.saved_by(node, region)
             self.unread += not self._saved_values[number]
         self._keep(node, tensor, region, COMPILED, None)
         for part in parts(tensor):
@@ -312,19 +301,3 @@ class WrappedCollector(CollectorBesideCompiler):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return True
-
-
-def is_fake(model: nn.Module) -> bool:
-    return any(isinstance(one, FakeTensor) for one in (*model.parameters(), *model.buffers()))
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-        elif isinstance(value, dict):
-            found += _tensors(value.values())
-    return found

@@ -54,21 +54,29 @@ def is_compiled(node: Any) -> bool:
     return "CompiledFunction" in str(node.name())
 
 
-def saved_values(node: Any, model: nn.Module, region: str) -> dict[int, Value]:
-    """By a storage's address what is kept in it, with the module's path in the model. `region`:
-    the module in whose call the code ran."""
-    tensors = [raw.data for raw in getattr(node, "_raw_saved_tensors", ()) if raw is not None]
-    tensors += list(getattr(node, "_tensors_no_vc_check", None) or ())
-    forward = getattr(type(node), "_forward_cls", None)
-    symbols = getattr(forward, "num_symints_saved_for_bw", 0) or 0
-    found = _results(getattr(forward, "compiled_fw", None), len(tensors) + symbols)
-    values = found[: len(tensors)] if found else []
-    if len(values) != len(tensors) or not all(map(_fits, values, tensors)):
-        return {}
-    namer = _Namer(model, region, _weights(node, model))
-    named = namer.named(values)
-    kept = [(one, value) for one, value in zip(tensors, named, strict=True) if _plain(one)]
-    return {tensor.untyped_storage()._cdata: value for tensor, value in kept}
+class CompiledGraphs:
+    """Reads each graph once, however often its code is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._results: dict[tuple[int, int], list[Value]] = {}
+
+    def saved_by(self, node: Any, region: str) -> dict[int, Value]:
+        """By a storage's address what is kept in it, with the module's path in the model. `region`:
+        the module in whose call the code ran."""
+        tensors = [raw.data for raw in getattr(node, "_raw_saved_tensors", ()) if raw is not None]
+        tensors += list(getattr(node, "_tensors_no_vc_check", None) or ())
+        forward = getattr(type(node), "_forward_cls", None)
+        symbols = getattr(forward, "num_symints_saved_for_bw", 0) or 0
+        key = (id(forward), len(tensors) + symbols)
+        if key not in self._results:
+            self._results[key] = _results(getattr(forward, "compiled_fw", None), key[1])
+        values = self._results[key][: len(tensors)]
+        if len(values) != len(tensors) or not all(map(_fits, values, tensors)):
+            return {}
+        named = _Namer(self._model, region, _weights(node, self._model)).named(values)
+        kept = [(one, value) for one, value in zip(tensors, named, strict=True) if _plain(one)]
+        return {tensor.untyped_storage()._cdata: value for tensor, value in kept}
 
 
 def _plain(tensor: Any) -> bool:

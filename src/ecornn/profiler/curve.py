@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.profiler.allocator import BLOCK
+from ecornn.profiler.blocks import Steps, Story
 from ecornn.profiler.model import COUNTED, MemoryReport
 
+#: Blocks take a little more than the peak: by how much a batch is first tried to be smaller.
+NEAR = 0.03
 #: Does not grow with the batch as tensors do: taken as at the largest size.
 _CONSTANT = "rounding"
 
@@ -27,6 +31,10 @@ class Run:
     totals: NDArray[np.float64]
     constant: int
     operators: tuple[str, ...]
+    #: For the allocator's blocks: storages' bytes, and memory without a tensor at each time.
+    story: Story
+    sizes: NDArray[np.float64]
+    beside: NDArray[np.float64]
 
 
 def run_of(batch: int, report: MemoryReport) -> Run:
@@ -35,7 +43,23 @@ def run_of(batch: int, report: MemoryReport) -> Run:
     rounding = np.asarray(columns.get(_CONSTANT, np.zeros(len(report.timeline))), float)
     totals = np.sum(growing, axis=0) - rounding
     constant = int(rounding[report.peak_time])
-    return Run(batch, report.peak_bytes, totals, constant, report.timeline.operator)
+    held = report.held
+    story = Story(
+        tuple(one.born for one in held),
+        tuple(one.freed for one in held),
+        tuple(one.kind for one in held),
+        tuple(one.why for one in held),
+    )
+    return Run(
+        batch,
+        report.peak_bytes,
+        totals,
+        constant,
+        report.timeline.operator,
+        story,
+        np.asarray([one.bytes for one in held], float),
+        np.asarray(columns.get("no tensor", np.zeros(len(report.timeline))), float),
+    )
 
 
 @dataclass(frozen=True)
@@ -60,6 +84,38 @@ class Curve:
             return round(below.peak_bytes + share * (above.peak_bytes - below.peak_bytes))
         at_batch = below.totals + share * (above.totals - below.totals)
         return round(float(at_batch.max())) + above.constant
+
+    @property
+    def same_storages(self) -> bool:
+        """Whether those of the two largest runs are the same but for their sizes."""
+        below, above = self.runs[-2:]
+        return self.same_operators and below.story == above.story
+
+    def runs_within(self, memory: int, batch: int) -> bool:
+        """Whether the caching allocator of CUDA, limited to `memory`, finds its blocks."""
+        below, above = self.runs[-2:]
+        share = (batch - below.batch) / (above.batch - below.batch)
+        sizes = below.sizes + share * (above.sizes - below.sizes)
+        beside = below.beside + share * (above.beside - below.beside)
+        library = max(0, round(float(beside[0])))
+        scratch = {
+            time: round(float(count)) - library
+            for time, count in enumerate(beside)
+            if count - library >= BLOCK
+        }
+        found = [max(1, round(float(size))) for size in sizes]
+        return Steps(above.story).run_within(memory, found, scratch, library)
+
+    def largest_running(self, memory: int, most: int) -> int | None:
+        """The largest of at most `most` that finds its blocks; None if not even one."""
+        fits, fails = 0, most + 1
+        guess = most
+        while fails - fits > 1:
+            fits, fails = (guess, fails) if self.runs_within(memory, guess) else (fits, guess)
+            # mostly near
+            near = fails - max(1, round(NEAR * fails))
+            guess = near if not fits and near > 0 else (fits + fails) // 2
+        return fits or None
 
     def largest_within(self, memory: int, most: int) -> int | None:
         """The largest batch of at most `most` whose predicted peak fits; None if not even one."""

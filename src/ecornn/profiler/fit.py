@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ecornn.errors import InvalidInput
-from ecornn.profiler.collect import is_fake
 from ecornn.profiler.curve import Curve, curve_of, run_of
+from ecornn.profiler.operators import is_fake
 from ecornn.profiler.session import device_of
 from ecornn.profiler.steps import read_step
 from ecornn.sizes import read_size, size_text
@@ -42,6 +42,8 @@ class Fit:
     largest: int | None
     length: int | None
     notes: tuple[str, ...]
+    #: On CUDA: the largest for which torch's allocator, limited to `memory`, finds its blocks.
+    largest_running: int | None = None
 
     def peak(self, batch: int) -> int:
         """Predicted bytes, as the allocator counts them."""
@@ -63,6 +65,8 @@ class Fit:
             lines.append(
                 f"the largest batch within {size_text(self.memory)}: {self.largest}, {peak}"
             )
+        if self.largest_running is not None:
+            lines.append(f"the largest for which the allocator finds room: {self.largest_running}")
         return "\n".join([*lines, *self.notes])
 
 
@@ -157,7 +161,21 @@ class _Observer:
         if self.simulated:
             notes.append("scratch inside operators is not seen without memory")
         method = "simulated" if self.simulated else "drawn on from smaller batches"
-        return Fit(self.device, method, curve, budget, largest, self._length, tuple(notes))
+        running = None
+        if budget is not None and largest is not None and self._has_blocks:
+            if curve.same_storages:
+                running = curve.largest_running(budget, largest)
+            else:
+                notes.append(
+                    "the storages differ between the two largest batches observed: whether the"
+                    " allocator finds its blocks is not known"
+                )
+        told = (self.device, method, curve, budget, largest, self._length, tuple(notes), running)
+        return Fit(*told)
+
+    @property
+    def _has_blocks(self) -> bool:
+        return torch.device(self.device).type == "cuda"
 
 
 def _read_memory(memory: str | int | None) -> int | None:

@@ -55,7 +55,11 @@ class Profile:
             from ecornn.profiler.trace import Trace  # brings Echo, and torch's compiler with it
 
             self._collector.trace = Trace(self._collector.ledger)
-        self._collector.start()
+        try:
+            self._collector.start()
+        except BaseException:
+            self._collector.close()
+            raise
         return self
 
     def __exit__(
@@ -123,12 +127,21 @@ def profile(
     """
     check(step, model)
     assert model is not None
-    if optimizer is None:
-        optimizers: tuple[Optimizer, ...] = ()
-    else:
-        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    profiled = Profile(model, optimizers, what_if=what_if)
+    profiled = Profile(model, read_optimizers(optimizer), what_if=what_if)
     return profiled if step is None else profiled.of(step)
+
+
+def read_optimizers(given: Any) -> tuple[Optimizer, ...]:
+    """One, several or none."""
+    if given is None or isinstance(given, Optimizer):
+        return () if given is None else (given,)
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            remedy = "leave out what is none: an optimizer is found when it takes a step"
+            expected = "a torch.optim.Optimizer, or several"
+            raise InvalidInput("optimizer", repr(type(one)), expected, remedy)
+    return found
 
 
 def check(step: Any, model: Any) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ecornn.errors import InvalidInput
 from ecornn.profiler.model import MemoryReport
-from ecornn.profiler.session import Profile, check
+from ecornn.profiler.session import Profile, check, read_optimizers
 
 _EXPECTED = "(step, model), (step, model, optimizer), or a callable with `model` and `optimizer`"
 
@@ -46,7 +46,4 @@ def read_step(made: Any) -> Made:
             "make_step", f"one that returns {told}", _EXPECTED, "return one of these"
         )
     step, model, optimizer = parts
-    if optimizer is None:
-        return Made(step, model, ())
-    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    return Made(step, model, optimizers)
+    return Made(step, model, read_optimizers(optimizer))

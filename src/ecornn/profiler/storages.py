@@ -46,8 +46,10 @@ def within_reach(tensor: Tensor) -> bool:
 
 def _inner(tensor: Tensor) -> Iterator[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from parts(getattr(tensor, name))
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for one in inner:
+            if isinstance(one, Tensor):  # a DTensor also names its mesh
+                yield from parts(one)
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:

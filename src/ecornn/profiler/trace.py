@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ecornn.echo.graph import Graph, Operation, kind_of_call
 from ecornn.echo.passes import Passes
-from ecornn.echo.work import Work, work_of
+from ecornn.echo.work import NOTHING, Work, work_of
 from ecornn.profiler.storages import Ledger, Record
 
 #: Whole layers in one operator: as dear as the products in them.
@@ -50,11 +50,17 @@ class Trace:
         makes = [one for one in results if one.born == time]
         mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
         writes = [one for one in results if one.born != time] if mutable else []
+        kind = _kind(func, makes_memory=bool(makes))
+        try:
+            work = work_of(func, tuple(args), kwargs, result)
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError):
+            # torch's count of its operations does not know the arguments: no matter of the step's
+            kind, work = "opaque", NOTHING
         self.calls.append(
             Call(
                 str(func),
-                _kind(func, makes_memory=bool(makes)),
-                work_of(func, tuple(args), kwargs, result),
+                kind,
+                work,
                 module,
                 tuple(reads),
                 tuple(makes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from copy import deepcopy
@@ -13,8 +14,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from ecornn.bench.models.step import make_step
 from ecornn.bench.profiling import record as recording
 from ecornn.bench.profiling.cases import CASES, profile_cases
+from ecornn.bench.profiling.finding import finding
 from ecornn.bench.profiling.measure import EFFORTS, Measurement
 from ecornn.bench.profiling.record import check_room, record
 from ecornn.bench.profiling.search import search
@@ -24,8 +27,9 @@ from ecornn.bench.training.memory import GIB
 from ecornn.bench.training.schedule import Limits
 from ecornn.cli.app import app
 from ecornn.errors import InvalidInput
+from ecornn.profiler import profile
 
-(NMT,) = profile_cases(["nmt-50"], tiny=True)
+(GPT2,) = profile_cases(["gpt2"], tiny=True)
 #: Of a case whose worker says some figures and then hangs.
 HANGS = """
 import json, sys, time
@@ -65,27 +69,40 @@ def test_a_search_where_nothing_fits_ends() -> None:
 
 def test_figures_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[dict[str, Any]] = []
-    request = {"case": NMT.to_json(), "device": "cpu", "effort": "quick", "began": 0.0}
+    request = {"case": GPT2.to_json(), "device": "cpu", "effort": "quick", "began": 0.0}
     monkeypatch.setattr(sys, "stdin", io.StringIO("measure\n"))
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer here than all that is measured
     serve({**request, "threads": torch.get_num_threads()}, lambda one: said.append(deepcopy(one)))
     *told, ready, done = said
     found = done["metrics"]
     assert ready == {"ready": True}
     number = {name: value for name, value in found.items() if isinstance(value, int | float)}
     # torch's own count of its allocator on the CPU, and ours.
-    assert number["rows_bytes"] == pytest.approx(number["peak_bytes"], rel=0.01)
+    assert number["rows_bytes"] == pytest.approx(number["peak_bytes"], rel=0.05)
     assert number["feature_map_bytes"] < number["tensors_bytes"] == number["rows_bytes"]
     assert number["cpu_bytes_off"] == number["meta_bytes_off"] == 0
     assert number["seen_batch"] < number["unseen_batch"]
     assert number["unseen_predicted_bytes"] == pytest.approx(number["unseen_peak_bytes"], rel=0.1)
-    assert number["largest_batch"] == number["largest_within"]
-    assert number["predicted_largest_batch"] == pytest.approx(number["largest_batch"], rel=0.1)
+    assert number["predicted_largest_batch"] == pytest.approx(number["largest_within"], rel=0.1)
+    assert "largest_batch" not in number, "nothing is refused on the CPU"
     assert 0 < number["step_ms"] < number["observed_ms"]
     assert number["profile_ms"] > number["step_ms"]
-    assert "attention_nmt.py:" in str(found["first_lines"])
+    assert "decoder_only.py:" in str(found["first_lines"])
     assert "peak_bytes" in told[0]["so_far"]
-    assert "largest_batch" not in told[2]["so_far"], "each part is told when it is done"
-    assert "largest_batch" in told[3]["so_far"]
+    assert "largest_within" not in told[2]["so_far"], "each part is told when it is done"
+    assert "largest_within" in told[3]["so_far"]
+
+
+def test_the_places_of_attention_and_recurrent_layers_are_found() -> None:
+    step = make_step("nmt", size="tiny", device="cpu", batch=32, length=24)
+    step()
+    found = finding(profile(step, step.model, step.optimizer), "nmt")
+    assert (found["attention_place"], found["recurrent_place"]) == (1, 2)
+    assert found["lines_named"] == 3
+    assert "feature maps of decoder.attention" in str(found["first_rows"])
+    assert "attention_nmt.py:" in str(found["first_lines"])
+    other = make_step("gpt2", size="tiny", device="cpu")
+    assert "attention_place" not in finding(profile(other, other.model), "gpt2")
 
 
 def test_a_model_that_meta_tensors_cannot_run_says_so() -> None:
@@ -102,7 +119,7 @@ def test_what_was_found_before_a_case_took_too_long_is_kept(
     monkeypatch.setattr(recording, "COMMAND", (sys.executable, "-c", HANGS))
     out = tmp_path / "profiler.json"
     shown = Console(file=io.StringIO())
-    record([NMT], shown, out, device="cpu", effort="quick", limits=Limits(1, 2.0))
+    record([GPT2], shown, out, device="cpu", effort="quick", limits=Limits(1, 2.0))
     (row,) = read(out).rows
     assert (row.number("peak_bytes"), row.number("rows_bytes")) == (1000, 1001)
     assert "killed, as it had not answered" in str(row.trouble)

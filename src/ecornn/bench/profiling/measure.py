@@ -152,6 +152,8 @@ class Measurement:
             "unseen_peak_bytes": peak_bytes(self._step(unseen)),
             "lines": int(found.curve.same_operators),
         }
+        if found.largest_running is not None:
+            self.metrics["predicted_running_batch"] = found.largest_running
         return found
 
     def _search(self, found: Fit) -> None:
@@ -160,11 +162,12 @@ class Measurement:
         guess = max(1, found.largest or 1)
         grain = max(1, int(self.effort.grain * guess))
         within, tries = search(lambda b: self._peak(b) <= self.budget, guess, grain)
-        fits, more = within, 0
+        self.metrics |= {"largest_within": within, "tries": tries}
         if self.device.type == "cuda":
+            guess = found.largest_running or within
             with limited_to(self.case.memory_gib or 0.0, self.device):
-                fits, more = search(self._runs, max(1, within), grain)
-        self.metrics |= {"largest_within": within, "largest_batch": fits, "tries": tries + more}
+                fits, more = search(self._runs, max(1, guess), grain)
+            self.metrics |= {"largest_batch": fits, "tries": tries + more}
 
     def _peak(self, batch: int) -> int:
         return peak_bytes(self._step(batch))

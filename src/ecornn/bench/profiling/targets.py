@@ -101,7 +101,7 @@ PROFILER_TARGETS: tuple[ProfilerTarget, ...] = (
         "the largest batch that runs",
         FULL,
         at_most=2.0,
-        said="predicted_largest_batch",
+        said="predicted_running_batch",
         so="largest_batch",
     ),
     Off(
