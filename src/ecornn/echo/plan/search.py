@@ -30,7 +30,7 @@ BEST = 4
 #: How many products in a row may be run again.
 DEPTHS = (1, 2, 4, 8, 16)
 #: Of how many recurrent states in a row one is kept, where not all are.
-FEWER_STATES = (2, 4, 8)
+FEWER_STATES = (2, 4, 8, 32)
 #: How many sizes below which results are kept are tried.
 SIZES = 3
 #: A copy serves this part of the operations on the gradient.
