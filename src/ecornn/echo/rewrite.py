@@ -11,6 +11,7 @@ from collections import Counter
 import torch
 from torch import fx
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch.fx import _lazy_graph_module
 from torch.utils._pytree import tree_leaves
 
 from ecornn.echo.graph import SYMBOLS, NotUnderstood
@@ -68,7 +69,7 @@ def as_written(module: fx.GraphModule, passes: Passes, program: Program) -> fx.G
     ]
     graph.output(type(output.args[0])(results)).meta = dict(output.meta)
     graph.lint()
-    return fx.GraphModule(module, graph, class_name=type(module).__name__)
+    return _module(module, graph)
 
 
 def _copy(
@@ -82,6 +83,14 @@ def _copy(
     return new
 
 
+def _module(like: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """Inductor has modules made whose Python code is written when it is asked for: of those that
+    only lose a comparison it never is. A fifth of the time to plan a transformer was that."""
+    make = getattr(_lazy_graph_module, "_make_graph_module", fx.GraphModule)
+    found: fx.GraphModule = make(like, graph, class_name=type(like).__name__)
+    return found
+
+
 def duplicate(module: fx.GraphModule) -> fx.GraphModule:
     """A graph of its own over the same attributes: partitioners change the one they are given."""
     graph = fx.Graph()
@@ -89,7 +98,7 @@ def duplicate(module: fx.GraphModule) -> fx.GraphModule:
     results = graph.graph_copy(module.graph, copied)
     (output,) = module.graph.find_nodes(op="output")
     graph.output(results).meta = dict(output.meta)
-    found = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    found = _module(module, graph)
     found.meta.update(module.meta)
     return found
 
@@ -99,11 +108,13 @@ def without_unread_draws(modules: Modules) -> Modules:
     it is made of is there, although nobody reads it: it would move the generator once more."""
     forward, backward = modules
     drawn = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    count = len(backward.graph.nodes)
     for node in reversed(backward.graph.nodes):
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if random and not node.users and node.name in drawn:
             backward.graph.erase_node(node)
-    backward.recompile()
+    if len(backward.graph.nodes) < count:
+        backward.recompile()
     return forward, backward
 
 

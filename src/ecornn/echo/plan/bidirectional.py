@@ -19,11 +19,16 @@ from ecornn.echo.graph import RERUN
 from ecornn.echo.passes import Passes
 
 
-def bidirectional(passes: Passes, also: Collection[int] = ()) -> frozenset[int]:
+def bidirectional(
+    passes: Passes, also: Collection[int] = (), one_state_in: int = 1
+) -> frozenset[int]:
     """The forward results to keep; all others that are needed follow from these and the inputs.
-    `also` are operations that may be run again although their kind is not cheap."""
+    `also` are operations that may be run again although their kind is not cheap. Of recurrent
+    states all are kept, or one in so many: then chains are so long at most. It pays where what is
+    added to a state is smaller than the state, as in a residual network under autocast."""
     rerun = {i for i, op in enumerate(passes.graph.operations) if op.kind in RERUN} | set(also)
-    frontier = _Frontier(passes, rerun - repetition(passes).states)
+    states = sorted(repetition(passes).states)[::one_state_in]
+    frontier = _Frontier(passes, rerun.difference(states))
     while waiting := frontier.take():
         for group in _groups(passes, waiting):
             frontier.decide(group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ecornn.echo.options import Memory
 from ecornn.echo.passes import Passes
@@ -70,8 +71,14 @@ def plans_for(
         if fits is not None:
             _boundary(search, one, lambda f: search.peak(f) <= fits)  # noqa: B023
         else:
-            _boundary(search, one, lambda f: f.estimate.seconds_added > limits.seconds)
+            beyond = partial(_takes_more, limits.seconds)
+            if beyond(one):  # a plan within the limits is taken as it is
+                _boundary(search, one, beyond)
     return list(search.found.values()), limits
+
+
+def _takes_more(seconds: float, one: Found) -> bool:
+    return one.estimate.seconds_added > seconds
 
 
 def _boundary(search: Search, one: Found, beyond: Callable[[Found], bool]) -> None:

@@ -8,7 +8,7 @@ one copy of what is run again, and with copies for readers that are far apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from ecornn.echo.passes import Passes
@@ -17,6 +17,7 @@ from ecornn.echo.plan.estimate import Estimate, Estimates, Plan
 from ecornn.echo.plan.groups import Group, groups_of, kept_with, run_again
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.plan.refine import refined
+from ecornn.echo.plan.sums import with_sums
 from ecornn.echo.plan.units import units_of
 from ecornn.echo.schedule import FOR_ALL
 
@@ -28,6 +29,8 @@ REFINING = 10_000
 BEST = 4
 #: How many products in a row may be run again.
 DEPTHS = (1, 2, 4, 8, 16)
+#: Of how many recurrent states in a row one is kept, where not all are.
+FEWER_STATES = (2, 4, 8, 32)
 #: How many sizes below which results are kept are tried.
 SIZES = 3
 #: A copy serves this part of the operations on the gradient.
@@ -95,9 +98,14 @@ class Search:
         return list(self.found.values())
 
     def _families(self, products: bool) -> Iterator[tuple[str, frozenset[int]]]:
-        base = bidirectional(self.passes)
+        base = self._bidirectional()
         yield "bidirectional", base
         yield from self._small_kept("bidirectional", base)
+        for many in FEWER_STATES:
+            kept = self._bidirectional(one_state_in=many)
+            if kept == base:
+                break
+            yield f"bidirectional, one state in {many} kept", kept
         if products and self.calls == 1:
             kept = refined(self.passes, base, most_work=REFINING).kept
             yield "bidirectional, refined where its peak is", kept
@@ -105,13 +113,17 @@ class Search:
             before = base
             for depth in DEPTHS:
                 also = shallow_products(self.passes, depth)
-                kept = bidirectional(self.passes, also)
+                kept = self._bidirectional(also)
                 if kept == before:
                     break
                 before = kept
                 name = f"products run again, {depth} in a row at most"
                 yield name, kept
                 yield from self._small_kept(name, kept)
+
+    def _bidirectional(self, also: Collection[int] = (), one_state_in: int = 1) -> frozenset[int]:
+        kept = bidirectional(self.passes, also, one_state_in)
+        return with_sums(self.passes, kept) if self.prices.fuses else kept
 
     def _small_kept(self, label: str, kept: frozenset[int]) -> Iterator[tuple[str, frozenset[int]]]:
         again = run_again(self.passes, kept) & self.passes.needed

@@ -1,0 +1,37 @@
+"""Small results of large ones, kept by every plan for code that is fused.
+
+A sum over a row, or its largest entry, takes a pass over the row to make again, and what is made of
+both is written to memory where the kernel of that pass ends: inductor's code for a translator's
+loss wrote 1.1 GiB that it does not write where two numbers a row are kept.
+"""
+
+from __future__ import annotations
+
+from ecornn.echo.passes import Passes
+from ecornn.echo.plan.groups import run_again
+
+#: A result is small if it has at most this share of the bytes of what it is made of.
+SMALL = 1 / 16
+
+
+def with_sums(passes: Passes, kept: frozenset[int]) -> frozenset[int]:
+    """`kept`, and the small results among what would be run again."""
+    operations = passes.graph.operations
+    found = set(kept)
+    for i in run_again(passes, kept):
+        operation = operations[i]
+        if operation.several or operation.kind not in ("cheap", "view"):
+            continue
+        sources = operation.uses
+        if operation.kind == "view":  # one of several results; any other shows what it shows
+            if not (len(sources) == 1 and operations[sources[0]].several):
+                continue
+            sources = operations[sources[0]].uses
+        largest = max((_bytes(passes, used) for used in sources), default=0)
+        if _bytes(passes, i) <= SMALL * largest:
+            found.add(i)
+    return frozenset(found)
+
+
+def _bytes(passes: Passes, i: int) -> int:
+    return sum(passes.graph.storages[s] for s in passes.graph.operations[i].holds)

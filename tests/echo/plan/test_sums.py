@@ -1,0 +1,44 @@
+"""Small results of large ones are kept in fused code; one state in some where that is smaller."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ecornn.echo.graph import read_graph
+from ecornn.echo.passes import Passes
+from ecornn.echo.plan.bidirectional import bidirectional
+from ecornn.echo.plan.groups import run_again
+from ecornn.echo.plan.sums import with_sums
+from support.joints import joint_of, leaf
+
+
+def normalized(x: Tensor, w: Tensor) -> Tensor:
+    y = x @ w
+    return torch.nn.functional.layer_norm(y, (64,)).tanh() @ w
+
+
+def test_a_row_s_mean_is_kept_and_what_is_as_large_as_the_row_is_not() -> None:
+    joint = joint_of(normalized, leaf((32, 64)), leaf((64, 64)))
+    passes = Passes(read_graph(joint), 1)
+    kept = frozenset(i for i, op in enumerate(passes.graph.operations) if op.kind == "product")
+    kept -= passes.backward
+    more = with_sums(passes, kept) - kept
+    operations = passes.graph.operations
+    assert more
+    assert {passes.bytes_of(frozenset({i})) for i in more} == {32 * 4}
+    again = run_again(passes, kept | more)
+    assert any("tanh" in operations[i].target for i in again)
+
+
+def residual(x: Tensor, w: Tensor) -> Tensor:
+    """What is added has half of the state's bytes, as under autocast."""
+    for _ in range(12):
+        x = x + (x.tanh().to(torch.bfloat16) @ w.to(torch.bfloat16)).float() * 2.0
+    return x
+
+
+def test_fewer_states_where_what_is_added_is_smaller() -> None:
+    passes = Passes(read_graph(joint_of(residual, leaf((16, 16)), leaf((16, 16)))), 1)
+    every, fourth = (passes.bytes_of(bidirectional(passes, one_state_in=n)) for n in (1, 4))
+    assert fourth < 0.8 * every
