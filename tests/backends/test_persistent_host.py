@@ -30,7 +30,9 @@ from ecornn.kernels.persistent.gradients import GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.reference import DirectionWeights
-from ecornn.spec import GATES
+from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
+from ecornn.ops.recurrence import recurrence
+from ecornn.spec import GATES, weight_layout
 from support.emulated import EmulatedLauncher
 from support.tolerances import assert_matches, tolerance
 
@@ -260,6 +262,66 @@ def test_the_short_way_of_a_layer_that_is_not_small(
             assert (a is None) == (b is None)
             if a is not None and b is not None:
                 assert_matches(a, b.double(), tolerance(torch.float32, STEPS))
+
+
+def routed(call: LayerCall) -> tuple[PlainRoute, list[Tensor]]:
+    """A call's short way, and its tensors as leaves of autograd."""
+    tensors = [t for t in (call.input_TBI, call.h0_DBR, call.c0_DBH) if t is not None]
+    leaves = [t.clone().requires_grad_() for t in (*tensors, *call.flat_weights())]
+    layout = weight_layout(call.cell, bias=True, projection=False, layer_norm=False)
+    x, h0, *rest = leaves
+    c0 = rest.pop(0) if call.c0_DBH is not None else None
+    constants = (call.cell, layout, "zero", "zeros", False, "persistent", call.keep)
+    route = plain_route((x, h0, c0, rest, None, None, None, None, *constants))
+    assert route is not None
+    return route, leaves
+
+
+def run_route(route: PlainRoute, leaves: list[Tensor]) -> list[Tensor]:
+    x, h0, *rest = leaves
+    c0 = rest.pop(0) if route.layer.lstm else None
+    found = run_plain_route(route, x, h0, c0, rest, needs_grad=True)
+    return [result for result in found if result is not None]
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+def test_derivatives_of_the_short_way(machine: Machine, cell: str, order: int) -> None:
+    call = make_call(cell, 24, keep="states" if cell == "rnn_tanh" else "gates")
+    route, leaves = routed(call)
+
+    def derivatives(leaves: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+        loss = sum(result.sin().sum() for result in results)
+        grads = torch.autograd.grad(loss, leaves, create_graph=order == 2)
+        if order == 1:
+            return list(grads)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in grads), leaves))
+
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    x, h0, *rest = wide
+    c0 = rest.pop(0) if call.c0_DBH is not None else None
+    constants = (*route.constants[:-2], "reference", "states")
+    want = recurrence(x, h0, c0, rest, None, None, None, None, *constants)
+    found = derivatives(leaves, run_route(route, leaves))
+    bound = tolerance(torch.float32, STEPS, order=order)
+    for a, b in zip(
+        found, derivatives(wide, list(want[: 3 if c0 is not None else 2])), strict=True
+    ):
+        assert_matches(a, b, 2 * bound)
+
+
+def test_saved_tensors_may_come_back_in_another_form(machine: Machine) -> None:
+    call = make_call("lstm", 24, keep="gates")
+    route, leaves = routed(call)
+    plain = torch.autograd.grad(run_route(route, leaves)[0].sin().sum(), leaves)
+
+    def across(t: Tensor) -> Tensor:
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+
+    with torch.autograd.graph.saved_tensors_hooks(across, lambda t: t):
+        results = run_route(route, leaves)
+    for a, b in zip(torch.autograd.grad(results[0].sin().sum(), leaves), plain, strict=True):
+        assert_matches(a, b.double(), tolerance(torch.float32, STEPS))
 
 
 @pytest.mark.parametrize(

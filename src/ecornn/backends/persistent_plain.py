@@ -12,6 +12,7 @@ Shape suffixes: see `protocol`.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,19 +138,24 @@ class PlainLayer:
         self._gradient_sizes = (self.rows, self.batch, self.hidden, self.inputs, self.hidden, 0)
         return True
 
-    def fits(self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor]) -> bool:
-        """Whether all memory is as the kernels read it."""
+    def fits(
+        self,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        weights: Sequence[Tensor],
+        *results: Tensor | None,
+    ) -> bool:
+        """Whether all memory is as the kernels read it; `results`: what the forward pass left,
+        which hooks on saved tensors may have given another form."""
         places = h0.data_ptr()
         for weight in weights:
             if not weight.is_contiguous():
                 return False
             places |= weight.data_ptr()
-        return (
-            places % 16 == 0
-            and x.is_contiguous()
-            and h0.is_contiguous()
-            and (c0 is None or c0.is_contiguous())
-        )
+        if places % 16 != 0:
+            return False
+        return all([t is None or t.is_contiguous() for t in (x, h0, c0, *results)])  # noqa: C419
 
     def forward(
         self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: tuple[Tensor, ...]

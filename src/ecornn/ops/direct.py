@@ -130,7 +130,8 @@ class _Plain(torch.autograd.Function):
         needed = ctx.needs_input_grad
         if all(grad is None for grad in grads):
             return (None,) * len(needed)
-        if layer.has_backward and not torch.is_grad_enabled():
+        short = layer.has_backward and not torch.is_grad_enabled()
+        if short and layer.fits(x, h0, c0, weights, output, cells, kept):
             direct = layer.backward(
                 grads,
                 (x, h0, c0, weights),
