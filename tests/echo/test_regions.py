@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ecornn
+from ecornn.echo.lean import cross_entropy
 from support.translator import Translator, sentences
 
 
@@ -94,8 +95,9 @@ def test_what_is_kept_falls_as_predicted() -> None:
         assert graph.calls == steps
         predicted[memory] = graph.chosen.kept_bytes
     fall = measured[1.0] - measured["min"]
-    keys = 4 * 30 * 16 * 4  # read again at every step, and so kept, once for all of them
-    assert fall == steps * (predicted[1.0] - predicted["min"]) - keys
+    # inputs of a step that are read again, and so kept, count as the caller's
+    keys, words = 4 * 30 * 16 * 4, 4 * 12 * 16 * 4
+    assert fall == steps * (predicted[1.0] - predicted["min"]) - keys - words
     assert measured["min"] < measured[1.0] / 3
 
 
@@ -234,3 +236,40 @@ def test_layers_of_ours_in_a_step() -> None:
     torch.testing.assert_close(found, gradients_of(model, x), rtol=1e-9, atol=1e-11)
     assert {graph.name for graph in compiled.explain().graphs} == {"step"}
     assert "without Echo" not in str(compiled.explain())
+
+
+class Listener(nn.Module):
+    """A layer that torch's compiler does not take, called in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.layers = nn.ModuleList(nn.GRU(4, 4) for _ in range(2))
+        self.out = nn.Linear(4, 40)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.front(x)
+        for layer in self.layers:
+            x = layer(x)[0]
+        return torch.nn.functional.cross_entropy(self.out(x).flatten(0, 1), target)
+
+
+def test_a_model_with_layers_that_torch_does_not_trace_is_divided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cross_entropy, "FEWEST_BYTES", 0)
+    torch.manual_seed(0)
+    model, given = Listener(), (torch.randn(5, 3, 4), torch.randint(40, (15,)))
+    expected = torch.autograd.grad(model(*given), list(model.parameters()))
+    compiled = ecornn.compile(model)
+    found = torch.autograd.grad(compiled(*given), list(model.parameters()))
+    assert all(map(torch.equal, found, expected))
+    told = compiled.explain()
+    assert [graph.name for graph in told.graphs] == ["front"]
+    assert "does not take recurrent layers" in str(told)
+    assert "cross_entropy keeps only its scores" in str(told)
+    assert told.predicted_peak_bytes(held=0) is None
+    torch._dynamo.reset()
+    whole = ecornn.compile(model, regions=())
+    whole(*given)
+    assert "the whole model is compiled: as asked for" in str(whole.explain())

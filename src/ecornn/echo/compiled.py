@@ -107,7 +107,7 @@ class CompiledModel(nn.Module):
     def explain(self) -> Explanation:
         """What is kept and what is made again, for every graph that was compiled so far."""
         regions: Regions = self._regions
-        return Explanation(regions.graphs(), regions.told())
+        return Explanation(regions.graphs(), regions.told(), whole=not regions.divided)
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__["_modules"]["_orig_mod"]

@@ -63,18 +63,21 @@ def rows_of(graph: GraphReport) -> list[Row]:
 class Explanation:
     """Prints itself; `to_json()` and `to_html()` are for programs and for others."""
 
-    def __init__(self, graphs: Sequence[GraphReport], notes: Sequence[str] = ()) -> None:
-        self.graphs, self.notes = list(graphs), list(notes)
+    def __init__(
+        self, graphs: Sequence[GraphReport], notes: Sequence[str] = (), *, whole: bool = True
+    ) -> None:
+        """`whole`: the graphs are all that the model runs."""
+        self.graphs, self.notes, self.whole = list(graphs), list(notes), whole
 
     def predicted_peak_bytes(self, held: int | None = None) -> int | None:
         """The most that a forward and backward pass of the model holds. `held`: what is there when
         a step begins, weights and batch among it; by default the inputs of the graph alone, if it
         is one. Several graphs run once each, in the order in which they were compiled; what one has
         returned is taken to stay, and what runs between them is not counted. None if some graph's
-        code is not known, or where parts were compiled for several calls: then the rest of the
-        model runs without Echo."""
+        code is not known, or where parts of the model were compiled: then the rest runs without
+        Echo."""
         told = [graph.foretold for graph in self.graphs]
-        known = all(g.not_foretold is None and g.calls == 1 for g in self.graphs)
+        known = self.whole and all(g.not_foretold is None and g.calls == 1 for g in self.graphs)
         if not told or not known or (held is None and len(told) > 1):
             return None
         found = [one for one in told if one is not None]

@@ -61,6 +61,9 @@ class Regions:
         self.lean = lean if missing() is None else False
         self.calls: dict[str, int] | None = None if given is None else dict.fromkeys(given, 0)
         self.given = given is not None
+        #: Some parts are compiled, or none, and the rest runs as it is written.
+        self.divided = self.given and bool(given)
+        self.untraced = False  # that is because of layers which torch's compiler leaves alone
         self.why_wet: str | None = None
         self.replaced = Replaced()
         self.shares = Shares()
@@ -77,7 +80,7 @@ class Regions:
             if counts is None:
                 return self._counted_wet(args, kwargs)
             self._settle(counts)
-        if not self.calls:
+        if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
         with self._in_place():
             return self._called(args, kwargs)
@@ -106,6 +109,10 @@ class Regions:
                 if count >= FEWEST_CALLS and worth_compiling(self.model.get_submodule(path))
             }
             self.calls = {path: count for path, count in often.items() if not _within(path, often)}
+            self.divided = bool(self.calls)
+            if not self.divided and runs_untraced_layers(self.model):
+                self.divided = self.untraced = True
+                self.calls = {path: counts[path] for path in traceable(self.model, counts)}
         else:
             self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
 
@@ -191,12 +198,14 @@ class Regions:
         """How the model was divided, in sentences."""
         if self.calls is None:
             return ["not called yet: nothing is compiled"]
-        if not self.calls:
+        if not self.divided:
             often = f"no part of it, single layers aside, is called {FEWEST_CALLS} times or more"
             return [f"the whole model is compiled: {'as asked for' if self.given else often}"]
         how = "named by the caller" if self.given else "found at the first call"
         parts = "; ".join(f"{path}, {count} times" for path, count in self.calls.items())
-        found = [f"called in one forward pass, {how}, each compiled once: {parts}"]
+        found = [f"called in one forward pass, {how}, each compiled once: {parts or 'none'}"]
+        if self.untraced:
+            found.append("torch's compiler does not take recurrent layers of torch.nn")
         if self.why_wet is not None:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
         unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
@@ -273,6 +282,23 @@ def worth_compiling(part: nn.Module) -> bool:
     a part, an activation used all over a model among them, stays in the graph of the whole."""
     single = type(part).__module__.startswith("torch.nn") and not list(part.children())
     return not single and any(True for _ in part.parameters())
+
+
+def runs_untraced_layers(model: nn.Module) -> bool:
+    """torch's compiler leaves its own recurrent layers alone, and with them every function that
+    calls them in a loop."""
+    allowed = getattr(torch._dynamo.config, "allow_rnn", False)
+    return not allowed and any(isinstance(part, nn.RNNBase) for part in model.modules())
+
+
+def traceable(model: nn.Module, counts: dict[str, int]) -> list[str]:
+    """The largest parts that were called and have no such layer."""
+    found = [
+        path
+        for path in counts
+        if not runs_untraced_layers(part := model.get_submodule(path)) and worth_compiling(part)
+    ]
+    return [path for path in found if not _within(path, found)]
 
 
 def _within(path: str, others: Container[str]) -> bool:
