@@ -18,7 +18,7 @@ from ecornn.profiler.storages import Record
 #: Sizes are rounded up to it.
 BLOCK = 512
 #: Operators between two readings, at most, where nothing else is said.
-EVERY = 16
+EVERY = 64
 #: A block may be so much larger than what lies in it without being split.
 UNSPLIT = 1 << 20
 

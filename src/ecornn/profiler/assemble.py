@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -28,7 +29,8 @@ def assemble(collector: Collector, error: BaseException | None) -> MemoryReport:
     device = collector.ledger.device
     in_blocks = _in_blocks(device)
     records = sorted(collector.ledger.records, key=lambda record: record.born)
-    held = tuple(_held(i, record, in_blocks=in_blocks) for i, record in enumerate(records))
+    texts = _LineTexts()
+    held = tuple(_held(i, record, texts, in_blocks=in_blocks) for i, record in enumerate(records))
     length = len(collector.times) + 1
     columns = {kind: _over_time(held, kind, length) for kind in TENSORS}
     columns = {kind: column for kind, column in columns.items() if any(column)}
@@ -82,22 +84,42 @@ def kind_of(record: Record) -> str:
     return "feature maps" if record.kept_by else "workspace"
 
 
-def _held(number: int, record: Record, *, in_blocks: bool) -> Held:
-    return Held(
-        id=number,
-        bytes=record.bytes,
-        allocated_bytes=rounded(record.bytes) if in_blocks else record.bytes,
-        shape=tuple(record.shape),
-        dtype=str(record.dtype).removeprefix("torch."),
-        kind=kind_of(record),
-        module=record.module,
-        operator=record.operator,
-        line=record.line_text or line_text(record.line),
-        born=record.born,
-        freed=record.freed,
-        kept_by=tuple(record.kept_by),
-        why=_why(record),
+class _LineTexts(dict[tuple[int, int], str]):
+    """Each line's text is made once."""
+
+    def of(self, record: Record) -> str:
+        if record.line_text or record.line is None:
+            return record.line_text
+        code, number = record.line
+        found = self.get((id(code), number))
+        if found is None:
+            found = self[id(code), number] = line_text(record.line)
+        return found
+
+
+def _held(number: int, record: Record, texts: _LineTexts, *, in_blocks: bool) -> Held:
+    return Held.made_of(
+        {
+            "id": number,
+            "bytes": record.bytes,
+            "allocated_bytes": rounded(record.bytes) if in_blocks else record.bytes,
+            "shape": tuple(record.shape),
+            "dtype": dtype_name(record.dtype),
+            "kind": kind_of(record),
+            "module": record.module,
+            "operator": record.operator,
+            "line": texts.of(record),
+            "born": record.born,
+            "freed": record.freed,
+            "kept_by": tuple(record.kept_by),
+            "why": _why(record),
+        }
     )
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _why(record: Record) -> str:

@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ecornn.profiler import allocator, kept, operators, places, storages
 from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
-from ecornn.profiler.kept import Graph, Starts, next_number, running_node, tensors_alive
+from ecornn.profiler.kept import (
+    Graph,
+    Starts,
+    name_of,
+    next_number,
+    running_node,
+    tensors_alive,
+)
 from ecornn.profiler.operators import (
     COMPILED,
     SCALARS,
@@ -159,9 +166,12 @@ class Collector(TorchDispatchMode):
     ) -> Any:
         """Runs at every operator: tests/profiler/test_cost.py bounds what it may take."""
         operator = self._operators.get(id(func)) or self._describe(func)
-        module, line, phase = self._place(operator)
+        call = operator.call
         if operator.only_views:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            if next_number() - 1 != self._last_number:
+                self._place(operator)  # it may have a node
+            return call(*args, **kwargs) if kwargs else call(*args)
+        module, line, phase = self._place(operator)
         ledger = self.ledger
         ledger.clock += 1
         self.times.append((operator.name, module, phase))
@@ -170,7 +180,7 @@ class Collector(TorchDispatchMode):
                 for tensor in (value,) if type(value) in PLAIN else tensors_in((value,)):
                     if not ledger.knows(tensor):
                         self._unknown(tensor, phase, module, line)
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = call(*args, **kwargs) if kwargs else call(*args)
         for tensor in (result,) if type(result) in PLAIN else tensors_in((result,)):
             if not ledger.knows_as_it_is(tensor):
                 if line is None and phase != "backward":
@@ -237,14 +247,13 @@ class Collector(TorchDispatchMode):
     def _kept(self, node: Any, tensor: Tensor) -> None:
         """`tensor` is kept for the backward pass of `node`."""
         origin = self._origins.get(node._sequence_nr())
-        name = str(node.name())
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            operator = name.removesuffix("Backward")
+            operator = name_of(node).removesuffix("Backward")
             if is_compiled(node):
                 self._kept_by_compiled(node, tensor)
                 return
         else:
-            operator = origin.operator if origin is not None else name
+            operator = origin.operator if origin is not None else name_of(node)
         module = origin.module if origin is not None else ""
         self._keep(node, tensor, module, operator, origin.line if origin is not None else None)
 
@@ -253,12 +262,13 @@ class Collector(TorchDispatchMode):
     ) -> None:
         text = f"{module}: {operator}" if module else operator
         # Unknown: kept since before the step, or made past the dispatcher.
-        if node._sequence_nr() < self._first_number:
-            self.ledger.given(tensor, role="")
-        elif self._was_before(tensor):
-            self.ledger.given(tensor)
-        else:
-            self.ledger.made(tensor, module, operator, line)
+        if not self.ledger.knows_as_it_is(tensor):
+            if node._sequence_nr() < self._first_number:
+                self.ledger.given(tensor, role="")
+            elif self._was_before(tensor):
+                self.ledger.given(tensor)
+            else:
+                self.ledger.made(tensor, module, operator, line)
         for record in self.ledger.records_of(tensor):
             if text not in record.kept_by:
                 record.kept_by.append(text)

@@ -68,6 +68,7 @@ class Graph:
         self._tell = tell
         self._visited: set[int] = set()
         self._saved_names: dict[type, tuple[str, ...]] = {}
+        self._gathering: dict[type, bool] = {}
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
 
@@ -77,7 +78,7 @@ class Graph:
         while waiting:
             node = waiting.pop()
             number = node._sequence_nr()
-            if number in self._visited or _gathers(node):
+            if number in self._visited or self._gathers(node):
                 continue
             self._visited.add(number)
             found.append((number, node))
@@ -86,6 +87,14 @@ class Graph:
         for _, node in sorted(found, key=lambda pair: pair[0]):
             for tensor in filter(within_reach, self._saved(node)):
                 self._tell(node, tensor)
+
+    def _gathers(self, node: Any) -> bool:
+        """AccumulateGrad: keeps nothing, and all of them share one number."""
+        kind = type(node)
+        found = self._gathering.get(kind)
+        if found is None:
+            found = self._gathering[kind] = name_of(node).endswith("AccumulateGrad")
+        return found
 
     def visited(self, number: int) -> bool:
         return number in self._visited
@@ -124,9 +133,8 @@ class Graph:
             self.packed += 1
 
 
-def _gathers(node: Any) -> bool:
-    """AccumulateGrad: keeps nothing, and all of them share one number."""
-    return str(node.name()).endswith("AccumulateGrad")
+def name_of(node: Any) -> str:
+    return str(node.name())
 
 
 def tensors_alive() -> list[Tensor]:

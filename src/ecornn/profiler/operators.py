@@ -32,12 +32,15 @@ class Operator(NamedTuple):
     name: str
     #: Makes nothing but another look at what it is given: takes no time in the report.
     only_views: bool
+    #: What runs it, without a call in Python in between where there is one.
+    call: Any
     func: Any
 
 
 def describe(func: Any) -> Operator:
     packet = getattr(func, "overloadpacket", func)
-    return Operator(str(packet), bool(getattr(func, "is_view", False)), func)
+    views = bool(getattr(func, "is_view", False))
+    return Operator(str(packet), views, getattr(func, "_op", func), func)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

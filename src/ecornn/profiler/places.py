@@ -26,19 +26,19 @@ class Lines:
     """The innermost line outside of torch and of this package's layers."""
 
     def __init__(self) -> None:
-        self._passed_over: dict[CodeType, bool] = {}
+        #: By identity, since code's own hash looks at all that is in it; the values hold on to it.
+        self._passed_over: dict[int, tuple[bool, CodeType]] = {}
 
     def here(self) -> Line | None:
         frame: FrameType | None = sys._getframe(1)
         passed_over = self._passed_over
         while frame is not None:
             code = frame.f_code
-            skip = passed_over.get(code)
-            if skip is None:
-                name = code.co_filename
-                skip = name.startswith((_TORCH, *_OURS, "<eval_with_key>", "<frozen"))
-                passed_over[code] = skip
-            if not skip:
+            known = passed_over.get(id(code))
+            if known is None:
+                skip = code.co_filename.startswith((_TORCH, *_OURS, "<eval_with_key>", "<frozen"))
+                known = passed_over[id(code)] = (skip, code)
+            if not known[0]:
                 return code, frame.f_lineno
             frame = frame.f_back
         return None

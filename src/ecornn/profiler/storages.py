@@ -39,7 +39,8 @@ def parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def within_reach(tensor: Tensor) -> bool:
     """False for the wrappers of torch.func, whose tensors only the dispatcher sees."""
     try:
-        return not parts(tensor) or parts(tensor)[0].untyped_storage() is not None
+        found = parts(tensor)
+        return not found or found[0].untyped_storage() is not None
     except NotImplementedError:
         return False
 
