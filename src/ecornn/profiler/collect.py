@@ -46,7 +46,7 @@ from ecornn.profiler.places import (
     passed_over_by_compiler,
 )
 from ecornn.profiler.roles import Roles
-from ecornn.profiler.storages import PLAIN, Ledger, parts
+from ecornn.profiler.storages import PLAIN, STRIDED, Ledger, Record, parts
 
 if TYPE_CHECKING:
     from ecornn.profiler.trace import Trace
@@ -181,11 +181,18 @@ class Collector(TorchDispatchMode):
                     if not ledger.knows(tensor):
                         self._unknown(tensor, phase, module, line)
         result = call(*args, **kwargs) if kwargs else call(*args)
+        new: list[Record] = []
         for tensor in (result,) if type(result) in PLAIN else tensors_in((result,)):
-            if not ledger.knows_as_it_is(tensor):
-                if line is None and phase != "backward":
-                    line = self._lines.here()
-                ledger.made(tensor, module, operator.name, line)
+            if type(tensor) in PLAIN and tensor.layout is STRIDED:
+                record = ledger.made_plain(tensor, module, operator.name, line)
+                if record is not None:
+                    new.append(record)
+            else:
+                new += ledger.made(tensor, module, operator.name, line)
+        if new and line is None and phase != "backward":
+            line = self._lines.here()
+            for record in new:
+                record.line = line
         if self.trace is not None and phase == "forward":
             self.trace.saw(func, args, kwargs, result, module, ledger.clock)
         if self.allocator is not None:

@@ -22,7 +22,7 @@ _COMPRESSED = {
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
 
-_STRIDED = torch.strided
+STRIDED = torch.strided
 #: Of these a tensor is itself what has the storage, unless it is sparse.
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -98,15 +98,16 @@ class Ledger:
         self._alive: dict[int, _Watch] = {}
         #: Devices of the tensors that are not counted.
         self.elsewhere: set[str] = set()
+        self._on_death = self._died  # bound once, not for every storage
 
     def knows(self, tensor: Tensor) -> bool:
         """A plain tensor that was seen before, as most are."""
-        plain = type(tensor) in PLAIN and tensor.layout is _STRIDED
+        plain = type(tensor) in PLAIN and tensor.layout is STRIDED
         return plain and tensor.untyped_storage()._cdata in self._alive
 
     def knows_as_it_is(self, tensor: Tensor) -> bool:
         """The same, and it has not been resized since."""
-        if type(tensor) not in PLAIN or tensor.layout is not _STRIDED:
+        if type(tensor) not in PLAIN or tensor.layout is not STRIDED:
             return False
         storage = tensor.untyped_storage()
         watch = self._alive.get(storage._cdata)
@@ -130,8 +131,8 @@ class Ledger:
         for part in parts(tensor):
             if part.device != self.device:
                 self.elsewhere.add(str(part.device))
-            elif part.untyped_storage()._cdata not in self._alive:
-                record = self._open(part, module, "", None, born=0)
+            elif (storage := part.untyped_storage())._cdata not in self._alive:
+                record = self._open(part, storage, module, "", None, born=0)
                 if record is not None:
                     record.role, record.role_text = role, text
 
@@ -141,33 +142,45 @@ class Ledger:
         """A tensor that an operator has returned. The records of those storages that are new."""
         new = []
         for part in parts(tensor):
-            storage = part.untyped_storage()
-            watch = self._alive.get(storage._cdata)
-            if watch is not None:
-                if watch.record.bytes == storage.nbytes():
-                    continue
-                self._died(watch)  # resized: for the report another one
-            if part.device != self.device:
-                self.elsewhere.add(str(part.device))
-                continue
-            record = self._open(part, module, operator, line, self.clock)
+            record = self.made_plain(part, module, operator, line)
             if record is not None:
                 new.append(record)
         return new
 
-    def _open(
-        self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None, born: int
+    def made_plain(
+        self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None
     ) -> Record | None:
+        """The same of a tensor that has a storage of its own; runs for every result."""
         storage = tensor.untyped_storage()
+        watch = self._alive.get(storage._cdata)
+        if watch is not None:
+            if watch.record.bytes == storage.nbytes():
+                return None
+            self._died(watch)  # resized: for the report another one
+        if tensor.device != self.device:
+            self.elsewhere.add(str(tensor.device))
+            return None
+        return self._open(tensor, storage, module, operator, line, self.clock)
+
+    def _open(
+        self,
+        tensor: Tensor,
+        storage: Any,
+        module: str,
+        operator: str,
+        line: tuple[Any, int] | None,
+        born: int,
+    ) -> Record | None:
         count = storage.nbytes()
         if not count:
             return None  # holds nothing; comes again once something is written to it
         # nested tensors of torch's first kind have no shape
         shape = () if tensor.is_nested else tensor.shape
         record = Record(count, shape, tensor.dtype, module, operator, line, born)
-        watch = _Watch(storage, self._died)
-        watch.key, watch.record = storage._cdata, record
-        self._alive[watch.key] = watch
+        watch = _Watch(storage, self._on_death)
+        watch.record = record
+        watch.key = key = storage._cdata
+        self._alive[key] = watch
         self.records.append(record)
         self.bytes_alive += count
         return record
