@@ -41,9 +41,10 @@ def finding(report: MemoryReport, model: str) -> Figures:
         if held.kind == "feature maps" and held.line:
             lines[held.line] = lines.get(held.line, 0) + held.bytes
     of_lines = sorted(lines.items(), key=lambda item: -item[1])[:FIRST]
+    counted = [row for row in report.rows if row.kind in COUNTED]  # not what the driver holds
     found: Figures = {
         "first_rows": _listed(
-            [(f"{r.kind} of {r.module or 'the model'}", r.bytes) for r in report.rows[:FIRST]],
+            [(f"{r.kind} of {r.module or 'the model'}", r.bytes) for r in counted[:FIRST]],
             report,
         ),
         "first_lines": _listed(of_lines, report),
