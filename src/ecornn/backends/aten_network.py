@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -61,8 +62,7 @@ def in_one_buffer(weights: list[Tensor], bias: bool, per_direction: int) -> list
     place. Where they are not (tied, pruned, re-parametrized, sharded, copied), torch warns and
     copies; here one kernel copies them as they are now.
     """
-    is_bias = [bias and i % per_direction in (2, 3) for i in range(len(weights))]
-    order = sorted(range(len(weights)), key=lambda i: (is_bias[i], i))
+    order = _cudnn_order(len(weights), bias, per_direction)
     # cuDNN's buffer has room for two biases a direction whether they are used or not
     room = 0 if bias else len(weights) // per_direction * 2 * weights[0].shape[0]
     if _in_one_buffer_already([weights[i] for i in order], room):
@@ -73,6 +73,13 @@ def in_one_buffer(weights: list[Tensor], bias: bool, per_direction: int) -> list
     for i, view in zip(order, flat.split([*(p.numel() for p in pieces), room]), strict=False):
         views[i] = view.view(weights[i].shape)
     return views
+
+
+@cache
+def _cudnn_order(count: int, bias: bool, per_direction: int) -> tuple[int, ...]:
+    """Every matrix, then every bias."""
+    is_bias = [bias and i % per_direction in (2, 3) for i in range(count)]
+    return tuple(sorted(range(count), key=lambda i: (is_bias[i], i)))
 
 
 def _in_one_buffer_already(weights: list[Tensor], room: int) -> bool:

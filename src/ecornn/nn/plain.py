@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 
 _DEVICES = ("cpu", "cuda")
 
-#: Sizes of calls met so far, and how they run where the short way serves them.
-_ROUTES: dict[tuple[Any, ...], PlainRoute | None] = {}
+#: The whole call by torch's kernels.
+_WHOLE = "whole"
+#: Sizes of calls met so far, and how they run; None where the short way does not serve them.
+_ROUTES: dict[tuple[Any, ...], PlainRoute | str | None] = {}
 #: Beyond this many sizes all are forgotten: each takes microseconds to find again.
 MOST_ROUTES = 4096
 
@@ -108,8 +110,10 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
     )
     alone = call.layers == 1 and not call.bidirectional and not layer.proj_size
     route = _ROUTES.get(key) if alone and not watched(x) else None
+    if route == _WHOLE:
+        return run_whole(call)
     if (
-        route is not None
+        isinstance(route, PlainRoute)
         and x.get_device() == torch.cuda.current_device()
         and route.layer.fits(x, call.h0, call.c0, call.weights)
     ):
@@ -125,6 +129,9 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
         *(False, is_brief(x.shape[0], "cuda"), is_roomy(x, layer.hidden_size), x.shape[1]),
     )
     if plan.backend != "persistent":
+        # what a graph that is being captured may have depends on what is loaded by then
+        if alone and not captured:
+            _remember(key, _WHOLE)
         return run_whole(call)
     stack = StackCall(
         *(made.cell, made.layout, call.layers, made.directions),
@@ -133,11 +140,15 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
         training=layer.training,
     )
     if alone and key not in _ROUTES and not watched(x):
-        if len(_ROUTES) >= MOST_ROUTES:
-            _ROUTES.clear()
-        _ROUTES[key] = plain_route(arguments_of(stack, x, 0, False, plan))
+        _remember(key, plain_route(arguments_of(stack, x, 0, False, plan)))
     output, h_n, c_n, _ = run_stack(stack, plan)
     return output, h_n, c_n
+
+
+def _remember(key: tuple[Any, ...], route: PlainRoute | str | None) -> None:
+    if len(_ROUTES) >= MOST_ROUTES:
+        _ROUTES.clear()
+    _ROUTES[key] = route
 
 
 def _has_no_extras(layer: RecurrentLayer) -> bool:

@@ -41,10 +41,11 @@ def finding(report: MemoryReport, model: str) -> Figures:
         if held.kind == "feature maps" and held.line:
             lines[held.line] = lines.get(held.line, 0) + held.bytes
     of_lines = sorted(lines.items(), key=lambda item: -item[1])[:FIRST]
-    rows = [row for row in report.rows if row.kind in COUNTED][:FIRST]
+    counted = [row for row in report.rows if row.kind in COUNTED]  # not what the driver holds
     found: Figures = {
         "first_rows": _listed(
-            [(f"{row.kind} of {row.module or 'the model'}", row.bytes) for row in rows], report
+            [(f"{r.kind} of {r.module or 'the model'}", r.bytes) for r in counted[:FIRST]],
+            report,
         ),
         "first_lines": _listed(of_lines, report),
     }
