@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -79,11 +80,11 @@ class Graph:
     #: Operations whose results leave the graph, in order; None where something else does.
     outputs: tuple[int | None, ...]
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[int, ...]:
         return tuple(i for i, op in enumerate(self.operations) if op.kind == "input")
 
-    @property
+    @cached_property
     def constants(self) -> tuple[int, ...]:
         return tuple(i for i, op in enumerate(self.operations) if op.kind == "constant")
 

@@ -35,9 +35,9 @@ STOCK: dict[str, Partitioner] = {
 }
 #: Operations of a graph beyond which torch's min-cut is not tried: it took 18 s for 13,686.
 MOST_FOR_MIN_CUT = 6000
-#: For "auto": of a peak. A lower one by less than this is not worth any time; estimates are not as
-#: good as that.
-ALIKE = 0.01
+#: For "auto": of a peak. One that is lower by less than this is not worth any time; estimates are
+#: not as good as that.
+ALIKE = 0.02
 #: How many of our own plans are rewritten before torch's are taken.
 TRIES = 3
 

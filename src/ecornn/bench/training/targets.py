@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from ecornn.bench.cases import Where
 from ecornn.bench.compare import Judgement
 from ecornn.bench.results import AnyCase, Row
+from ecornn.bench.training.accuracy import BOUNDS
 from ecornn.bench.training.cases import NAMED, ModelCase
 from ecornn.bench.training.contenders import ALL, EAGER
 from ecornn.bench.training.record import BENCHMARK
@@ -224,6 +225,12 @@ ECHO_TARGETS: tuple[Target, ...] = (
     *(Foretold("the peak is foretold", STEP, at_most=0.05, contender=name) for name in OURS),
     _ratio("NMT in 16 GiB: batch", NMT_BATCH, "largest_batch: echo / eager", at_least=3.0),
     _ratio("NMT in 16 GiB: speed", NMT_BATCH, "samples_per_s: echo / eager", at_least=1.35),
+    *(
+        Figure(
+            "equal up to rounding", CHECK, at_most=BOUNDS["ieee"], metric="error", contender=name
+        )
+        for name in OURS
+    ),
     *(
         Bitwise("equal to the last bit", CHECK, at_least=1, metric="bitwise", contender=name)
         for name in ("echo codegen=eager", "echo memory=min codegen=eager")

@@ -20,15 +20,19 @@ from ecornn.echo.passes import Passes
 
 
 def bidirectional(
-    passes: Passes, also: Collection[int] = (), one_state_in: int = 1
+    passes: Passes,
+    also: Collection[int] = (),
+    one_state_in: int = 1,
+    states: Collection[int] | None = None,
 ) -> frozenset[int]:
     """The forward results to keep; all others that are needed follow from these and the inputs.
     `also` are operations that may be run again although their kind is not cheap. Of recurrent
     states all are kept, or one in so many: then chains are so long at most. It pays where what is
-    added to a state is smaller than the state, as in a residual network under autocast."""
+    added to a state is smaller than the state, as in a residual network under autocast. `states`:
+    where they are known already."""
     rerun = {i for i, op in enumerate(passes.graph.operations) if op.kind in RERUN} | set(also)
-    states = sorted(repetition(passes).states)[::one_state_in]
-    frontier = _Frontier(passes, rerun.difference(states))
+    states = repetition(passes).states if states is None else states
+    frontier = _Frontier(passes, rerun.difference(sorted(states)[::one_state_in]))
     while waiting := frontier.take():
         for group in _groups(passes, waiting):
             frontier.decide(group)

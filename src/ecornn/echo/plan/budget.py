@@ -83,7 +83,11 @@ def _takes_more(seconds: float, one: Found) -> bool:
 
 def _boundary(search: Search, one: Found, beyond: Callable[[Found], bool]) -> None:
     """Look at plans with some of the groups of one, on both sides of where `beyond` begins."""
-    low, high = 0, len(search.groups(one))
+    groups = search.groups(one)
+    low, high = 0, len(groups)
+    free = sum(group.seconds == 0 for group in groups)  # they come first
+    if 0 < free < high and not search.tired:
+        low, high = (low, free) if beyond(search.fewer(one, free)) else (free, high)
     while high - low > 1 and not search.tired:
         middle = (low + high) // 2
         if beyond(search.fewer(one, middle)):

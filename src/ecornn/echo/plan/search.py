@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from ecornn.echo.analysis.repetition import repetition
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.estimate import Estimate, Estimates, Plan
@@ -56,6 +57,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self._estimates = Estimates(self.passes, self.prices)
+        self._states = repetition(self.passes).states
 
     def look_at(self, label: str, kept: frozenset[int], window: int = FOR_ALL) -> Found:
         if (kept, window) not in self.found:
@@ -71,7 +73,16 @@ class Search:
 
     @property
     def tired(self) -> bool:
-        return len(self.found) * len(self.passes.graph.operations) > MOST_WORK
+        return self._work > MOST_WORK
+
+    @property
+    def half_tired(self) -> bool:
+        """The rest is for the best of the families."""
+        return self._work > MOST_WORK / 2
+
+    @property
+    def _work(self) -> int:
+        return len(self.found) * len(self.passes.graph.operations)
 
     def best(self) -> list[Found]:
         """Plans with the lowest peaks, each set of kept results once."""
@@ -86,13 +97,13 @@ class Search:
         """All plans of the families above, the more distant ones only while not tired."""
         self.look_at("keep all", self.passes.needed)
         for label, kept in self._families(products):
-            if self.tired:
+            if self.half_tired:
                 break
             self.look_at(label, kept)
         for one in self.best():
             for part in PARTS:
                 window = len(self.passes.backward) // part
-                if window > 2 and not self.tired:
+                if window > 2 and not self.half_tired:
                     label = f"{one.plan.label}, a copy for {window} operations"
                     self.look_at(label, one.plan.kept, window)
         return list(self.found.values())
@@ -122,7 +133,7 @@ class Search:
                 yield from self._small_kept(name, kept)
 
     def _bidirectional(self, also: Collection[int] = (), one_state_in: int = 1) -> frozenset[int]:
-        kept = bidirectional(self.passes, also, one_state_in)
+        kept = bidirectional(self.passes, also, one_state_in, self._states)
         return with_sums(self.passes, kept) if self.prices.fuses else kept
 
     def _small_kept(self, label: str, kept: frozenset[int]) -> Iterator[tuple[str, frozenset[int]]]:
