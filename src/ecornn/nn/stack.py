@@ -163,11 +163,14 @@ def _run_one(
     if not plan.spec.needs_grad or not _only_once(call.cell, call.input_TBI):
         return found
 
+    # of the tensors only those that autograd does not keep: it must not outlive the others
+    lstm, others = call.c0_DBH is not None, arguments[4:-2]
+
     def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
         x, h0, *rest = tensors
-        c0 = rest.pop(0) if call.c0_DBH is not None else None
-        again = (x, h0, c0, rest, *arguments[4:-2], "reference", "states")
-        return tuple(differentiable_recurrence(*again)[: 3 if c0 is not None else 2])
+        c0 = rest.pop(0) if lstm else None
+        again = (x, h0, c0, rest, *others, "reference", "states")
+        return tuple(differentiable_recurrence(*again)[: 3 if lstm else 2])
 
     states = () if call.c0_DBH is None else (call.c0_DBH,)
     inputs = (call.input_TBI, call.h0_DBR, *states, *call.flat_weights())
