@@ -179,9 +179,14 @@ def _run_one(
 
 
 def watched(x: Tensor) -> bool:
-    """Whether a mode or a tensor's own class watches operators: fake tensors, counters of
-    operations. They must see one, and a fake tensor has no memory to launch a kernel on."""
-    return type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+    """Whether a mode, a tensor's own class or torch.jit.trace watches operators: fake tensors,
+    counters of operations. They must see one, and a fake tensor has no memory to launch a kernel
+    on."""
+    return (
+        type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+    )
 
 
 def _filled(
