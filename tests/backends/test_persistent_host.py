@@ -5,8 +5,6 @@ Each case is held against the definition in float64: outputs, states and every g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,105 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecornn.backends import (
-    persistent,
-    persistent_backward,
-    persistent_calls,
-    persistent_plain,
-)
+from ecornn.backends import persistent_calls, persistent_plain
 from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.registry import by_name
 from ecornn.errors import NoBackend
 from ecornn.kernels.persistent import gradients, shares
-from ecornn.kernels.persistent.choose import Chip, Request, ranked
-from ecornn.kernels.persistent.gradients import GradientTile
-from ecornn.kernels.persistent.shares import ShareTile
-from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.reference import DirectionWeights
-from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
 from ecornn.ops.recurrence import recurrence
-from ecornn.spec import GATES, weight_layout
-from support.emulated import EmulatedLauncher
+from support.machine import BATCH, STEPS, Machine, make_call, routed, run_route
 from support.tolerances import assert_matches, tolerance
 
-HOPPER = Chip(132, 232448, ((2, 66), (4, 30), (8, 15), (16, 7)))
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-STEPS, BATCH, INPUT = 11, 4, 5
-
-
-class Machine:
-    """A GPU that is not there: which requests fit, and what was launched."""
-
-    def __init__(self) -> None:
-        self.launchers: list[EmulatedLauncher] = []
-        self.gradients: list[EmulatedLauncher] = []
-        self.shares: list[EmulatedLauncher] = []
-        self.most_batch, self.most_directions, self.through_l2 = 99, 2, False
-
-    def geometry(self, ask: Request, device: int | None) -> Any:
-        if ask.batch > self.most_batch or ask.directions > self.most_directions:
-            return None
-        found = ranked(replace(ask, numbers="tf32"), HOPPER)
-        return next(g for g in found if g.tile.grid == self.through_l2)
-
-    def launcher(self, geometry: Any, device: int | None) -> EmulatedLauncher:
-        self.launchers.append(EmulatedLauncher(geometry))
-        return self.launchers[-1]
-
-    def gradient_launcher(self, cell: str, numbers: str, device: int | None) -> EmulatedLauncher:
-        self.gradients.append(
-            EmulatedLauncher(Geometry(GradientTile(cell, numbers, 8), 8, 1, 1, 0))
-        )
-        return self.gradients[-1]
-
-    def share_launcher(self, numbers: str, device: int | None) -> EmulatedLauncher:
-        self.shares.append(EmulatedLauncher(Geometry(ShareTile(numbers), 1, 1, 1, 0)))
-        return self.shares[-1]
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    found = Machine()
-
-    class NoFailure:
-        address = 0
-
-        def check(self) -> None: ...
-
-    @contextmanager
-    def prepared(call: LayerCall) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(persistent_calls, "geometry", found.geometry)
-    monkeypatch.setattr(persistent_calls, "launcher", found.launcher)
-    monkeypatch.setattr(persistent_calls, "failure_flag", NoFailure)
-    monkeypatch.setattr(persistent_calls, "_LAUNCHES", {})
-    monkeypatch.setattr(persistent, "_prepared", prepared)
-    for module in (persistent_backward, persistent_plain):
-        monkeypatch.setattr(module, "gradient_launcher", found.gradient_launcher)
-    monkeypatch.setattr(persistent_plain, "failure_flag", NoFailure)
-    monkeypatch.setattr(persistent_plain, "share_launcher", found.share_launcher)
-    return found
-
-
-def make_call(cell: str, hidden: int = 24, *, directions: int = 1, **more: Any) -> LayerCall:
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=generator) * scale
-
-    rows = GATES[cell] * hidden
-    weights = tuple(
-        DirectionWeights(
-            draw(rows, INPUT), draw(rows, hidden, scale=hidden**-0.5), draw(rows), draw(rows)
-        )
-        for _ in range(directions)
-    )
-    state = (directions, BATCH, hidden)
-    c0 = draw(*state) if cell == "lstm" else None
-    x = draw(STEPS, BATCH, INPUT)
-    return LayerCall(cell, x, draw(*state), c0, weights, **{"keep": "states", **more})
 
 
 def run(name: str, call: LayerCall, grads: ResultGrads) -> tuple[LayerResult, CallGrads]:
@@ -262,26 +173,6 @@ def test_the_short_way_of_a_layer_that_is_not_small(
             assert (a is None) == (b is None)
             if a is not None and b is not None:
                 assert_matches(a, b.double(), tolerance(torch.float32, STEPS))
-
-
-def routed(call: LayerCall) -> tuple[PlainRoute, list[Tensor]]:
-    """A call's short way, and its tensors as leaves of autograd."""
-    tensors = [t for t in (call.input_TBI, call.h0_DBR, call.c0_DBH) if t is not None]
-    leaves = [t.clone().requires_grad_() for t in (*tensors, *call.flat_weights())]
-    layout = weight_layout(call.cell, bias=True, projection=False, layer_norm=False)
-    x, h0, *rest = leaves
-    c0 = rest.pop(0) if call.c0_DBH is not None else None
-    constants = (call.cell, layout, "zero", "zeros", False, "persistent", call.keep)
-    route = plain_route((x, h0, c0, rest, None, None, None, None, *constants))
-    assert route is not None
-    return route, leaves
-
-
-def run_route(route: PlainRoute, leaves: list[Tensor]) -> list[Tensor]:
-    x, h0, *rest = leaves
-    c0 = rest.pop(0) if route.layer.lstm else None
-    found = run_plain_route(route, x, h0, c0, rest, needs_grad=True)
-    return [result for result in found if result is not None]
 
 
 @pytest.mark.parametrize("order", [1, 2])

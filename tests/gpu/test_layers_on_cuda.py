@@ -216,6 +216,23 @@ def test_differentiates_twice(cell: str, backend: str) -> None:
         assert_matches(a, b, tolerance(torch.float32, 7, cudnn=True, order=2))
 
 
+@pytest.mark.parametrize("frozen", ["bias_ih_l0", "weight_hh_l0"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_differentiates_twice_with_a_frozen_weight(cell: str, frozen: str) -> None:
+    """cuDNN gives all weights gradients where one of them wants one."""
+    layer = getattr(ecornn, cell)(5, 6, device="cuda", backend="aten")
+    getattr(layer, frozen).requires_grad_(False)
+    found = []
+    for module, device in ((layer, "cuda"), (in_float64(layer), "cpu")):
+        x = torch.linspace(-1, 1, 105, dtype=torch.float64).view(7, 3, 5)
+        x = x.to(device, next(module.parameters()).dtype).requires_grad_()
+        free = [p for p in module.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(module(x)[0].sin().sum(), [x, *free], create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), [x, *free]))
+    for a, b in zip(*found, strict=True):
+        assert_matches(a, b, tolerance(torch.float32, 7, cudnn=True, order=2))
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_call_of_cudnn_has_no_function_around_it(cell: str) -> None:
     layer = getattr(ecornn, cell)(5, 6, 2, bidirectional=True, device="cuda", backend="aten")

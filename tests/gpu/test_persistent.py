@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ecornn
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
@@ -360,6 +361,47 @@ print(float(layer.weight_hh_l0.grad.float().abs().sum()) > 0)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.stdout.strip() == "True", run.stderr
+
+
+def test_a_process_whose_default_device_is_the_gpu() -> None:
+    """What is made once, in the host's memory, must not be made on it."""
+    program = """
+import torch, ecornn
+torch.set_default_device("cuda")
+layer = ecornn.LSTM(64, 64, dtype=torch.bfloat16)
+x = torch.randn(9, 2, 64, dtype=torch.bfloat16)
+packed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([9, 4], device="cpu"))
+out = layer(x)[0].sum() + layer(packed)[0].data.sum() + layer(x, lengths=[9, 4])[0].sum()
+out.backward()
+print(layer.explain(x).backend, float(layer.weight_hh_l0.grad.float().abs().sum()) > 0)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout.strip() == "persistent True", run.stderr
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_a_checkpoint_of_a_size_that_is_new(cell: str) -> None:
+    """The first call of a size, run again, must keep what it kept the first time."""
+    layer = getattr(ecornn, cell)(24, 40, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(23, 5, 24, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grads = []
+    for run in (lambda x: checkpoint(layer, x, use_reentrant=False), layer):
+        found = run(x)[0].float().square().sum()
+        grads.append(torch.autograd.grad(found, [x, *layer.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("hidden", [64, 512])
+def test_a_backward_pass_under_autocast(hidden: int) -> None:
+    layer = ecornn.LSTM(64, hidden, device="cuda")
+    x = torch.randn(23, 4, 64, device="cuda", requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    loss = layer(x)[0].square().sum()
+    wanted = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with torch.autocast("cuda", dtype=torch.float16):
+        found = torch.autograd.grad(loss, leaves)
+    for a, b in zip(found, wanted, strict=True):
+        assert_matches(a, b.double(), tolerance(torch.float32, 23, order=1))
 
 
 def test_an_empty_batch() -> None:

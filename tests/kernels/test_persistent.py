@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from ecornn.backends.persistent_calls import Piece, pieces
 from ecornn.kernels.jit import build, compiler_unavailable
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.jit.resources import resources
+from ecornn.kernels.persistent import device
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.choose import (
     Chip,
@@ -246,3 +248,18 @@ def test_rows_follow_the_gates() -> None:
         assert (tile.outer, tile.inner) == (GATES[cell], 1)
         tile = ranked(Request("backward", cell, "bf16", 64, 1), HOPPER)[0].tile
         assert (tile.outer, tile.inner) == (1, GATES[cell])
+
+
+def test_the_failure_flag_is_the_host_s_whatever_torch_s_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def zeros(*shape: int, pin_memory: bool, **options: Any) -> Any:
+        assert pin_memory
+        return made(*shape, **options)
+
+    made = torch.zeros
+    with torch.device("meta"):
+        monkeypatch.setattr(torch, "zeros", zeros)  # no memory can be pinned without a GPU
+        flag = device.FailureFlag()
+    assert flag.address == flag.tensor.data_ptr() != 0
+    flag.check()

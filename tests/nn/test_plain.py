@@ -98,6 +98,14 @@ def test_what_is_watched_is_not_plain() -> None:
     assert seen == [False]
 
 
+def test_a_tuple_is_no_state_of_a_gru() -> None:
+    layer, x, h0 = ecornn.GRU(4, 5), torch.randn(6, 3, 4), torch.zeros(1, 3, 5)
+    assert is_plain(layer, x, h0)
+    assert not is_plain(layer, x, (h0,))
+    with pytest.raises(ecornn.InvalidInput, match="hx"):
+        layer(x, (h0,))
+
+
 @pytest.mark.parametrize(
     ("x", "hx"),
     [

@@ -19,7 +19,7 @@ from ecornn.kernels.persistent.arguments import (
     BackwardArguments,
     ForwardArguments,
 )
-from ecornn.kernels.persistent.gradients import GradientArguments
+from ecornn.kernels.persistent.gradients import TILE, GradientArguments, GradientTile
 from ecornn.kernels.persistent.shares import ShareArguments
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.spec import GATES
@@ -237,8 +237,10 @@ def _cell_backward(
     return d_h * (1 - y**2 if cell == "rnn_tanh" else y > 0), nothing, nothing
 
 
-def gradients(a: GradientArguments, cell: str) -> None:
-    h_size, rows = a.hidden, GATES[cell] * a.hidden
+def gradients(a: GradientArguments, tile: GradientTile, blocks: int) -> None:
+    """Block by block, by the same indices as the kernel: what no block makes stays as it was."""
+    cell, h_size = tile.cell, a.hidden
+    rows = GATES[cell] * h_size
     stored = (4 if cell in ("lstm", "gru") else 1) * h_size
     d_gates = view(a.d_gates, a.rows, stored)
     x, w_ih = view(a.input, a.rows, a.inputs), view(a.w_ih, rows, a.inputs)
@@ -248,24 +250,58 @@ def gradients(a: GradientArguments, cell: str) -> None:
     assert output is not None
     assert h0 is not None
     assert w_ih is not None
+    if a.by_vectors:
+        _assert_vectors((a.d_gates, a.input, a.output, a.h0, a.w_ih), (h_size, a.inputs))
     own = output[:, :h_size]
     entered = np.concatenate([own[a.batch :], h0] if a.reverse else [h0, own[: a.rows - a.batch]])
     to_input = d_gates[:, h_size:] if cell == "gru" else d_gates
-    to_state = np.roll(d_gates[:, : 3 * h_size], -h_size, 1) if cell == "gru" else d_gates
-    if a.d_input:
-        view(a.d_input, a.rows, a.inputs)[:] = to_input @ w_ih  # type: ignore[index]
-    view(a.d_w_ih, rows, a.inputs)[:] = to_input.T @ x  # type: ignore[index]
-    view(a.d_w_hh, rows, h_size)[:] = to_state.T @ entered  # type: ignore[index]
-    if a.d_b_ih:
-        view(a.d_b_ih, rows)[:] = to_input.sum(0)  # type: ignore[index]
-        view(a.d_b_hh, rows)[:] = to_state.sum(0)  # type: ignore[index]
+    to_state = d_gates[:, : 3 * h_size] if cell == "gru" else d_gates
+    d_w_ih, d_w_hh = view(a.d_w_ih, rows, a.inputs), view(a.d_w_hh, rows, h_size)
+    d_b_ih, d_b_hh = view(a.d_b_ih, rows), view(a.d_b_hh, rows)
+    d_input = view(a.d_input, a.rows, a.inputs)
+    row_tiles, input_tiles = tiles(rows), tiles(a.inputs)
+    weight_blocks = row_tiles * (input_tiles + tiles(h_size)) * tile.cluster
+    assert blocks % tile.cluster == 0
+    for block in range(0, min(blocks, weight_blocks), tile.cluster):
+        across, down = divmod(block // tile.cluster, row_tiles)
+        of_state = across >= input_tiles
+        m = np.arange(rows)[down * TILE : (down + 1) * TILE]
+        # a GRU's state gates back from (n, r, z)
+        to = (m + 2 * h_size) % rows if cell == "gru" and of_state else m
+        n0 = (across - input_tiles if of_state else across) * TILE
+        right, grads = (entered, to_state) if of_state else (x, to_input)
+        result, bias = (d_w_hh, d_b_hh) if of_state else (d_w_ih, d_b_ih)
+        result[to, n0 : n0 + TILE] = grads[:, m].T @ right[:, n0 : n0 + TILE]  # type: ignore[index]
+        if n0 == 0 and bias is not None:
+            bias[to] = grads[:, m].sum(0)
+    for block in range(weight_blocks, blocks):
+        down, across = divmod(block - weight_blocks, input_tiles)
+        m, n = (slice(at * TILE, (at + 1) * TILE) for at in (down, across))
+        if down * TILE < a.rows:
+            d_input[m, n] = to_input[m] @ w_ih[:, n]  # type: ignore[index]
 
 
-def shares(a: ShareArguments) -> None:
+def shares(a: ShareArguments, blocks: int) -> None:
     x, w_ih = view(a.input, a.rows, a.inputs), view(a.w_ih, a.gates, a.inputs)
+    found = view(a.shares, a.rows, a.gates)
     assert x is not None
     assert w_ih is not None
-    view(a.shares, a.rows, a.gates)[:] = x @ w_ih.T  # type: ignore[index]
+    assert found is not None
+    if a.by_vectors:
+        _assert_vectors((a.input, a.w_ih), (a.inputs,))
+    for block in range(blocks):
+        m, n = (slice(at * TILE, (at + 1) * TILE) for at in divmod(block, tiles(a.gates)))
+        found[m, n] = x[m] @ w_ih[n].T
+
+
+def tiles(size: int) -> int:
+    return -(-size // TILE)
+
+
+def _assert_vectors(addresses: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    """All rows begin at multiples of 16 bytes."""
+    assert not any(address % 16 for address in addresses)
+    assert not any(length % 4 for length in lengths)
 
 
 class EmulatedLauncher:
@@ -278,10 +314,12 @@ class EmulatedLauncher:
     def __call__(self, arguments: Any, blocks: int | None = None) -> None:
         self.launches += 1
         if isinstance(arguments, ShareArguments):
-            shares(arguments)
+            assert blocks is not None
+            shares(arguments, blocks)
             return
         if isinstance(arguments, GradientArguments):
-            gradients(arguments, self.geometry.tile.cell)
+            assert blocks is not None
+            gradients(arguments, self.geometry.tile, blocks)  # type: ignore[arg-type]
             return
         kernel = forward if isinstance(arguments, ForwardArguments) else backward
         arguments.marks_expected = self.geometry.tile.grid

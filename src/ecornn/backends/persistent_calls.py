@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ecornn.backends.protocol import LayerCall
-from ecornn.errors import NoBackend
+from ecornn.errors import InvalidInput, NoBackend
 from ecornn.kernels.persistent.arguments import FROZEN_AFTER_END, RESET_TO_INITIAL
 from ecornn.kernels.persistent.choose import Request
 from ecornn.kernels.persistent.device import failure_flag, geometry, numbers_of
 from ecornn.kernels.persistent.launch import Launcher, launcher
 from ecornn.kernels.persistent.tile import round_up
+from ecornn.spec import GATES
 
 #: A buffer of gates up to this size is made in one piece: it is smaller than what saving it costs,
 #: a launch for each piece.
@@ -123,6 +124,25 @@ def _find_launches(
         f"the weights of {hidden} units do not fit on GPU {device}; the plan was made for the "
         f"current one: call the layer under torch.cuda.device({device}), or with backend='aten'"
     )
+
+
+def check_weights(call: LayerCall) -> None:
+    """Kernels read them by pointers: nothing else would see that one is not like the others."""
+    x, hidden = call.input_TBI, call.h0_DBR.shape[-1]
+    rows = GATES[call.cell] * hidden
+    shapes = {"w_ih": (rows, x.shape[2]), "w_hh": (rows, hidden), "b_ih": (rows,), "b_hh": (rows,)}
+    for w in call.weights:
+        for name, shape in shapes.items():
+            part: Tensor | None = getattr(w, name)
+            if part is None:
+                continue
+            if part.shape != shape or part.dtype != x.dtype or part.device != x.device:
+                raise InvalidInput(
+                    name,
+                    f"{tuple(part.shape)} of {part.dtype} on {part.device}",
+                    f"{shape} of {x.dtype} on {x.device}, like the input",
+                    "give all weights of a layer the sizes, the dtype and the device it has",
+                )
 
 
 def through_l2(every: list[Launch]) -> bool:

@@ -10,6 +10,7 @@ from ecornn.backends.persistent_calls import (
     Launch,
     Piece,
     aligned,
+    check_weights,
     flags,
     is_aligned,
     launches,
@@ -86,6 +87,7 @@ class _Tensors:
 
 
 def forward(call: LayerCall) -> LayerResult:
+    check_weights(call)
     every = launches("forward", call)
     t = _Tensors(call, every)
     gate_rows = GATES[call.cell] * t.h0.shape[-1]

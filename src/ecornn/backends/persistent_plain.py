@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ecornn.backends.persistent_calls import (
     Launch,
+    check_weights,
     column_sums,
     launches,
     marked,
@@ -74,11 +75,13 @@ class PlainLayer:
     """Calls of one size, which `serves` said yes to."""
 
     def __init__(self, call: LayerCall) -> None:
+        check_weights(call)
         x, self.hidden = call.input_TBI, call.h0_DBR.shape[-1]
         self.cell, self.device, self.dtype = call.cell, x.device.index, x.dtype
         self.steps, self.batch, self.inputs = x.shape
         self.rows = self.steps * self.batch
         self.lstm, self.keep = call.cell == "lstm", call.keep
+        self._weight_bytes = [weight.nbytes for weight in call.flat_weights()]
         vector = 16 // x.element_size()
         self._by_vectors = self.hidden % vector == 0 and self.inputs % vector == 0
         every = launches("forward", call)
@@ -149,8 +152,9 @@ class PlainLayer:
         """Whether all memory is as the kernels read it; `results`: what the forward pass left,
         which hooks on saved tensors may have given another form."""
         places = h0.data_ptr()
-        for weight in weights:
-            if not weight.is_contiguous():
+        for weight, size in zip(weights, self._weight_bytes, strict=True):
+            # of another size: another layer's weights need not be as those this was made for
+            if not weight.is_contiguous() or weight.nbytes != size:
                 return False
             places |= weight.data_ptr()
         if places % 16 != 0:
@@ -218,9 +222,8 @@ class PlainLayer:
         flag.check()
         (x, h0, c0, weights), (output, cells, kept) = call, result
         grads = tuple(None if d is None else d.contiguous() for d in grads)  # type: ignore[assignment]
-        d_gates = x.new_empty(self._d_gates_shape)
-        if self._d_gates_marked:
-            d_gates = marked(self._d_gates_shape, x)
+        shape = self._d_gates_shape
+        d_gates = marked(shape, x) if self._d_gates_marked else x.new_empty(shape)
         d_h0 = torch.empty_like(h0)  # the kernel writes them in any case
         d_c0 = None if c0 is None else torch.empty_like(c0)
         dg, h, y = d_gates.data_ptr(), h0.data_ptr(), output.data_ptr()

@@ -207,7 +207,7 @@ def read_lengths(lengths: Any, batch: Any, device: torch.device, *, packed: bool
             raise InvalidInput(
                 "lengths", "a length beyond 64 bits", "at most the input's steps", "count the steps"
             )
-        lengths = torch.tensor(lengths, dtype=torch.int64)
+        lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     if not isinstance(lengths, Tensor):
         raise InvalidInput(
             "lengths",

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ecornn.errors import InvalidInput
+from ecornn.ops.transforms import transforms_active
 
 
 class _Rows(NamedTuple):
@@ -33,8 +34,9 @@ class _Rows(NamedTuple):
 #: By the tensor of batch sizes, as long as that lives: finding them and bringing them to a GPU
 #: takes as long as a small layer, and a CUDA graph cannot do it.
 _ROWS = WeakTensorKeyDictionary()
-#: Those that a captured graph reads: it may be replayed when their packed sequence is gone.
-_CAPTURED: list[_Rows] = []
+#: Those that a captured graph reads, each once, by its identity: the graph may be replayed when
+#: their packed sequence is gone. Nobody tells when the graph is, so they are never forgotten.
+_CAPTURED: dict[int, _Rows] = {}
 
 
 @_disable_dynamo
@@ -59,7 +61,7 @@ def _rows(batch_sizes: Tensor, near: Tensor) -> _Rows:
         return _find(batch_sizes, 0, near.device)  # it has no version
     found: _Rows | None = _ROWS.get(batch_sizes)
     known = found is not None and found.lengths.device == near.device
-    captured = near.is_cuda and torch.cuda.is_current_stream_capturing()
+    captured = _is_captured(near)
     if not known or found is None or found.version != batch_sizes._version:
         if captured:
             raise InvalidInput(
@@ -70,18 +72,24 @@ def _rows(batch_sizes: Tensor, near: Tensor) -> _Rows:
             )
         with torch.inference_mode(False):
             found = _find(batch_sizes, batch_sizes._version, near.device)
-        _ROWS[batch_sizes] = found
+        if not transforms_active():  # torch.func's tensors are wrapped, and end with the transform
+            _ROWS[batch_sizes] = found
     if captured:
-        _CAPTURED.append(found)
+        _CAPTURED[id(found)] = found
     return found
+
+
+def _is_captured(near: Tensor) -> bool:
+    return near.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _find(batch_sizes: Tensor, version: int, device: torch.device) -> _Rows:
     sizes_T1 = batch_sizes.unsqueeze(1)
     batch = int(batch_sizes[0])
     begins_T1 = sizes_T1.cumsum(0) - sizes_T1
-    padded_TB = begins_T1 + torch.minimum(torch.arange(batch), sizes_T1 - 1)
-    is_step_TB = torch.arange(batch) < sizes_T1
+    sequences_B = torch.arange(batch, device=batch_sizes.device)
+    padded_TB = begins_T1 + torch.minimum(sequences_B, sizes_T1 - 1)
+    is_step_TB = sequences_B < sizes_T1
     return _Rows(
         version,
         padded_TB.flatten().to(device),

@@ -102,23 +102,23 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
     x = call.input_TBI
     if not x.is_cuda or is_short(x.shape[0], "cuda") or unavailable() is not None:
         return run_whole(call)
-    made, captured = layer._made, torch.cuda.is_current_stream_capturing()
+    return _run_on_gpu(layer, call)
+
+
+def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, made = call.input_TBI, layer._made
+    captured = torch.cuda.is_current_stream_capturing()
     # all that decides about a call of one layer and direction; see `PlainRoute`
     key = (
-        *(made.cell, layer.input_size, layer.hidden_size, call.bias, x.shape, x.dtype),
+        *(made.cell, made.layout, layer.input_size, layer.hidden_size, x.shape, x.dtype),
         *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured),
     )
-    alone = call.layers == 1 and not call.bidirectional and not layer.proj_size
-    route = _ROUTES.get(key) if alone and not watched(x) else None
+    alone = call.layers == 1 and not call.bidirectional and not layer.proj_size and not watched(x)
+    route = _ROUTES.get(key) if alone else None
     if route == _WHOLE:
         return run_whole(call)
-    if (
-        isinstance(route, PlainRoute)
-        and x.get_device() == torch.cuda.current_device()
-        and route.layer.fits(x, call.h0, call.c0, call.weights)
-    ):
-        states = (call.h0, call.c0)
-        return run_plain_route(route, x, *states, call.weights, needs_grad=call.needs_grad)
+    if isinstance(route, PlainRoute) and _fits(route, call):
+        return _run_route(route, call)
     plan = plan_from(  # in the order of RnnSpec's fields
         *(made.cell, layer.input_size, layer.hidden_size, call.layers, call.bidirectional),
         *(layer.proj_size, call.bias, x.dtype, "cuda", call.dropout),
@@ -139,8 +139,12 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
         dropout=call.dropout,
         training=layer.training,
     )
-    if alone and key not in _ROUTES and not watched(x):
-        _remember(key, plain_route(arguments_of(stack, x, 0, False, plan)))
+    if alone and key not in _ROUTES:
+        found = plain_route(arguments_of(stack, x, 0, False, plan))
+        _remember(key, found)
+        # at once: a checkpoint that runs the first call again must find the same tensors kept
+        if found is not None and _fits(found, call):
+            return _run_route(found, call)
     output, h_n, c_n, _ = run_stack(stack, plan)
     return output, h_n, c_n
 
@@ -149,6 +153,17 @@ def _remember(key: tuple[Any, ...], route: PlainRoute | str | None) -> None:
     if len(_ROUTES) >= MOST_ROUTES:
         _ROUTES.clear()
     _ROUTES[key] = route
+
+
+def _fits(route: PlainRoute, call: NetworkCall) -> bool:
+    x = call.input_TBI
+    on_this_device = x.get_device() == torch.cuda.current_device()
+    return on_this_device and route.layer.fits(x, call.h0, call.c0, call.weights)
+
+
+def _run_route(route: PlainRoute, call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
+    tensors = (call.input_TBI, call.h0, call.c0, call.weights)
+    return run_plain_route(route, *tensors, needs_grad=call.needs_grad)
 
 
 def _has_no_extras(layer: RecurrentLayer) -> bool:
@@ -171,8 +186,8 @@ def _plain_states(
     if hx is None:
         h0 = zero_state(x, (count, batch, sizes[0]))
         return h0, zero_state(x, (count, batch, sizes[1])) if len(sizes) == 2 else None
-    given = hx if type(hx) is tuple else (hx,)
-    if len(given) != len(sizes):
+    given = hx if len(sizes) == 2 else (hx,)
+    if type(given) is not tuple or len(given) != len(sizes):
         return None
     for state, size in zip(given, sizes, strict=True):
         if (

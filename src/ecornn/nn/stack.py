@@ -163,11 +163,14 @@ def _run_one(
     if not plan.spec.needs_grad or not _only_once(call.cell, call.input_TBI):
         return found
 
+    # of the tensors only those that autograd does not keep: it must not outlive the others
+    lstm, others = call.c0_DBH is not None, arguments[4:-2]
+
     def definition(*tensors: Tensor) -> tuple[Tensor, ...]:
         x, h0, *rest = tensors
-        c0 = rest.pop(0) if call.c0_DBH is not None else None
-        again = (x, h0, c0, rest, *arguments[4:-2], "reference", "states")
-        return tuple(differentiable_recurrence(*again)[: 3 if c0 is not None else 2])
+        c0 = rest.pop(0) if lstm else None
+        again = (x, h0, c0, rest, *others, "reference", "states")
+        return tuple(differentiable_recurrence(*again)[: 3 if lstm else 2])
 
     states = () if call.c0_DBH is None else (call.c0_DBH,)
     inputs = (call.input_TBI, call.h0_DBR, *states, *call.flat_weights())
@@ -176,9 +179,14 @@ def _run_one(
 
 
 def watched(x: Tensor) -> bool:
-    """Whether a mode or a tensor's own class watches operators: fake tensors, counters of
-    operations. They must see one, and a fake tensor has no memory to launch a kernel on."""
-    return type(x) not in (Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0
+    """Whether a mode, a tensor's own class or torch.jit.trace watches operators: fake tensors,
+    counters of operations. They must see one, and a fake tensor has no memory to launch a kernel
+    on."""
+    return (
+        type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+    )
 
 
 def _filled(

@@ -130,7 +130,9 @@ class _Plain(torch.autograd.Function):
         needed = ctx.needs_input_grad
         if all(grad is None for grad in grads):
             return (None,) * len(needed)
-        short = layer.has_backward and not torch.is_grad_enabled()
+        # under autocast its products would be in autocast's numbers
+        special = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
+        short = layer.has_backward and not special
         if short and layer.fits(x, h0, c0, weights, output, cells, kept):
             direct = layer.backward(
                 grads,

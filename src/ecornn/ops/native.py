@@ -80,7 +80,7 @@ def onednn_differentiable_again(output: Tensor, layers: int) -> bool:
     if len(found) != layers or not hasattr(type(found[0]), "_saved_weight0"):
         return False
     for node in found:
-        node.register_hook(_from_definition)
+        node.register_hook(_onednn_from_definition)
     return True
 
 
@@ -101,11 +101,11 @@ def cudnn_differentiable_again(
     # h_0 and c_0 have their places even where there is no c_0 or neither wants a gradient
     if len(node.next_functions) != weights + 3:
         return False
-    node.register_hook(partial(_from_cudnn_s_definition, definition))
+    node.register_hook(partial(_cudnn_from_definition, definition))
     return True
 
 
-def _from_cudnn_s_definition(
+def _cudnn_from_definition(
     definition: Callable[..., tuple[Tensor, ...]],
     d_inputs: Sequence[Tensor | None],
     d_outputs: Sequence[Tensor | None],
@@ -138,7 +138,9 @@ def _onednn_nodes(output: Tensor, most: int) -> list[Any]:
     return found
 
 
-def _from_definition(d_inputs: Sequence[Tensor | None], d_outputs: Sequence[Tensor | None]) -> Any:
+def _onednn_from_definition(
+    d_inputs: Sequence[Tensor | None], d_outputs: Sequence[Tensor | None]
+) -> Any:
     """The gradients again, by operators that can be differentiated, where that will be done."""
     if not torch.is_grad_enabled():
         return None
@@ -171,10 +173,15 @@ def _differentiated(
     """Gradients in place of `d_inputs`, which can be differentiated again."""
     pairs = zip(outputs, d_outputs, strict=False)  # a node has more outputs than a layer
     arrived = [(o, d) for o, d in pairs if d is not None]
-    wanted = [x for x, d in zip(inputs, d_inputs, strict=True) if x is not None and d is not None]
+    # cuDNN gives all weights gradients where one of them wants one
+    is_wanted = [
+        x is not None and x.requires_grad and d is not None
+        for x, d in zip(inputs, d_inputs, strict=True)
+    ]
+    wanted = [x for x, is_one in zip(inputs, is_wanted, strict=True) if is_one and x is not None]
     found = iter(
         torch.autograd.grad(
             [o for o, _ in arrived], wanted, [d for _, d in arrived], create_graph=True
         )
     )
-    return tuple(None if d is None else next(found) for d in d_inputs)
+    return tuple(next(found) if is_one else None for is_one in is_wanted)

@@ -2,7 +2,7 @@
 // weights and of both biases. For layers so small that a launch takes longer than a product.
 //
 // A block makes a tile of TILE × TILE: of the weights' gradients, whose inner dimension, all steps
-// and sequences, is shared by the SPLIT blocks of a cluster; or of the input's gradient.
+// and sequences, is shared by the CLUSTER blocks of a cluster; or of the input's gradient.
 //
 // CELL and DTYPE as in forward.cu. rows = steps · batch.
 #define GRID 0

@@ -105,7 +105,8 @@ class FailureFlag:
     """One integer in pinned memory that kernels set when they give up; read without waiting."""
 
     def __init__(self) -> None:
-        self.tensor = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        # torch's default device may be a GPU, whose memory cannot be pinned
+        self.tensor = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.value = self.tensor.numpy()
         self.address = self.tensor.data_ptr()
 

@@ -13,7 +13,7 @@ from ecornn.kernels.persistent.launch import Launcher
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, Geometry
 from ecornn.spec import GATES
 
-#: Rows and columns of a block's tile; as in `gradients.cu`.
+#: Rows and columns of a block's tile; as in `tiles.cuh`.
 TILE = 64
 #: Blocks that share the inner dimension where there are clusters.
 SPLIT = 8
