@@ -18,6 +18,9 @@ from ecornn.profiler import collect, places, profile, storages
 ROUNDS = 5
 OPERATORS = 400
 
+#: Coverage's tracing would be taken for the profiler's cost.
+pytestmark = pytest.mark.no_cover
+
 
 class Bare(TorchDispatchMode):
     """What no observer of operators in Python can be cheaper than."""
