@@ -28,7 +28,13 @@ from ecornn.kernels.persistent.choose import (
     registers,
 )
 from ecornn.kernels.persistent.floor import FloorArguments
-from ecornn.kernels.persistent.gradients import SPLIT, GradientArguments, GradientTile
+from ecornn.kernels.persistent.gradients import (
+    MOST_UNITS,
+    SPLIT,
+    GradientArguments,
+    GradientTile,
+    is_small,
+)
 from ecornn.kernels.persistent.model import describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile
@@ -263,3 +269,15 @@ def test_the_failure_flag_is_the_host_s_whatever_torch_s_default_device(
         flag = device.FailureFlag()
     assert flag.address == flag.tensor.data_ptr() != 0
     flag.check()
+
+
+def test_one_launch_for_gradients_is_for_small_layers() -> None:
+    """And where fewer blocks share the sums over all steps, for smaller ones."""
+
+    def small(rows: int, split: int, hidden: int = 64, inputs: int = 64) -> bool:
+        return is_small("lstm", torch.bfloat16, rows, hidden, inputs, split=split)
+
+    most = {s: max(r for r in range(0, 1 << 17, 256) if small(r, s)) for s in (1, SPLIT)}
+    assert 0 < most[1] <= most[SPLIT] / SPLIT + 256
+    assert not small(1, SPLIT, hidden=2 * MOST_UNITS)
+    assert not small(1, SPLIT, inputs=2 * MOST_UNITS)

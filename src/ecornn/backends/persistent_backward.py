@@ -32,6 +32,7 @@ from ecornn.kernels.persistent.gradients import (
     blocks,
     gradient_launcher,
     is_small,
+    split_on,
 )
 from ecornn.kernels.reference.backward import entering_states
 from ecornn.kernels.reference.problem import DirectionWeights, Masks, input_of, masks
@@ -115,7 +116,8 @@ class _Layer:
         rows = self.steps * self.batch
         plain = self.masks[0] == Masks(None, None)
         sizes = (rows, self.hidden, self.x.shape[2])
-        return plain and rows > 0 and is_small(self.cell, self.x.dtype, *sizes)
+        split = split_on(self.x.device)
+        return plain and rows > 0 and is_small(self.cell, self.x.dtype, *sizes, split=split)
 
     def arguments(self, piece: Piece) -> BackwardArguments:
         a = BackwardArguments()

@@ -39,6 +39,7 @@ from ecornn.kernels.persistent.gradients import (
     blocks,
     gradient_launcher,
     is_small,
+    split_on,
 )
 from ecornn.kernels.persistent.launch import Launcher
 from ecornn.kernels.persistent.shares import (
@@ -121,7 +122,9 @@ class PlainLayer:
 
     def _prepare_backward(self, call: LayerCall) -> bool:
         every = launches("backward", call)
-        small = is_small(self.cell, self.dtype, self.rows, self.hidden, self.inputs)
+        sizes = (self.rows, self.hidden, self.inputs)
+        split = split_on(call.input_TBI.device)
+        small = is_small(self.cell, self.dtype, *sizes, split=split)
         if len(every) > 1 or (self.cell == "gru" and not small):
             return False
         self._backward = every[0].launcher
@@ -135,9 +138,9 @@ class PlainLayer:
         numbers = numbers_of(self.dtype)
         assert numbers is not None
         self._gradients = gradient_launcher(self.cell, numbers, self.device)
-        sizes = (self.cell, self.rows, self.hidden, self.inputs)
         cluster = self._gradients.geometry.tile.cluster
-        self._blocks = [blocks(*sizes, cluster, needs_input=needed) for needed in (False, True)]
+        of = (self.cell, *sizes, cluster)
+        self._blocks = [blocks(*of, needs_input=needed) for needed in (False, True)]
         self._gradient_sizes = (self.rows, self.batch, self.hidden, self.inputs, self.hidden, 0)
         return True
 

@@ -65,10 +65,22 @@ class GradientTile:
         return Variant("gradients.cu", arch, tuple(constants.items()))
 
 
-def is_small(cell: str, dtype: torch.dtype, rows: int, hidden: int, inputs: int) -> bool:
-    """Whether one launch is the better way."""
+def is_small(
+    cell: str, dtype: torch.dtype, rows: int, hidden: int, inputs: int, *, split: int
+) -> bool:
+    """Whether one launch is the better way where `split` blocks share the inner dimension. Fewer
+    than were measured have as much less to do."""
     work = 2.0 * rows * GATES[cell] * hidden * (2 * inputs + hidden)
-    return max(hidden, inputs) <= MOST_UNITS and work <= MOST_WORK[dtype.itemsize]
+    most = MOST_WORK[dtype.itemsize] * split / SPLIT
+    return max(hidden, inputs) <= MOST_UNITS and work <= most
+
+
+@cache
+def split_on(device: torch.device) -> int:
+    """Blocks that share the inner dimension: on a GPU whose kernels are compiled for clusters."""
+    if device.type != "cuda":
+        return SPLIT
+    return SPLIT if torch.cuda.get_device_capability(device)[0] == 9 else 1
 
 
 def blocks(
@@ -86,6 +98,5 @@ def blocks(
 
 @cache
 def gradient_launcher(cell: str, numbers: str, device: int) -> Launcher:
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    tile = GradientTile(cell, numbers, SPLIT if hopper else 1)
+    tile = GradientTile(cell, numbers, split_on(torch.device("cuda", device)))
     return Launcher(Geometry(tile, tile.cluster, 1, 1, 0), device)  # type: ignore[arg-type]
