@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecornn.backends import persistent, persistent_backward, persistent_calls, persistent_plain
+from ecornn.backends import (
+    persistent,
+    persistent_calls,
+    persistent_gradients,
+    persistent_plain,
+)
 from ecornn.backends.protocol import LayerCall
 from ecornn.kernels.persistent.choose import Chip, Request, ranked
 from ecornn.kernels.persistent.gradients import GradientTile
@@ -73,8 +78,7 @@ class Machine:
         monkeypatch.setattr(persistent_calls, "failure_flag", NoFailure)
         monkeypatch.setattr(persistent_calls, "_LAUNCHES", {})
         monkeypatch.setattr(persistent, "_prepared", prepared)
-        for module in (persistent_backward, persistent_plain):
-            monkeypatch.setattr(module, "gradient_launcher", self.gradient_launcher)
+        monkeypatch.setattr(persistent_gradients, "gradient_launcher", self.gradient_launcher)
         monkeypatch.setattr(persistent_plain, "failure_flag", NoFailure)
         monkeypatch.setattr(persistent_plain, "share_launcher", self.share_launcher)
 

@@ -15,7 +15,6 @@ from ecornn.backends.persistent_calls import (
     aligned,
     column_sums,
     flags,
-    is_aligned,
     launches,
     marked,
     padded,
@@ -23,17 +22,10 @@ from ecornn.backends.persistent_calls import (
     run,
     through_l2,
 )
+from ecornn.backends.persistent_gradients import AtOnce
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.reference import problem_of
 from ecornn.kernels.persistent.arguments import BackwardArguments
-from ecornn.kernels.persistent.device import numbers_of
-from ecornn.kernels.persistent.gradients import (
-    GradientArguments,
-    blocks,
-    gradient_launcher,
-    is_small,
-    split_on,
-)
 from ecornn.kernels.reference.backward import entering_states
 from ecornn.kernels.reference.problem import DirectionWeights, Masks, input_of, masks
 from ecornn.spec import GATES
@@ -109,15 +101,6 @@ class _Layer:
         gates[:, :three] = x @ w.w_ih.T
         gates[:, :both] += h @ w.w_hh[:both].T
         gates[:, three:] = h @ w.w_hh[both:].T
-
-    def makes_gradients_at_once(self) -> bool:
-        """Whether all gradients are made by one launch: the layer is small, and nothing is left out
-        of its sums."""
-        rows = self.steps * self.batch
-        plain = self.masks[0] == Masks(None, None)
-        sizes = (rows, self.hidden, self.x.shape[2])
-        split = split_on(self.x.device)
-        return plain and rows > 0 and is_small(self.cell, self.x.dtype, *sizes, split=split)
 
     def arguments(self, piece: Piece) -> BackwardArguments:
         a = BackwardArguments()
@@ -237,9 +220,10 @@ def backward(
     # both directions add to the input's gradient, and reach a time in different pieces
     adds = layer.directions == 2 and len(every_piece) > 1
     d_input = None
-    if ask.needs_input:
+    alone = layer.directions == 1 and len(every_piece) == 1 and layer.masks[0] == Masks(None, None)
+    at_once = alone and AtOnce.serves(layer.cell, x, hidden)
+    if ask.needs_input and not at_once:
         d_input = torch.zeros_like(x) if adds else torch.empty_like(x)
-    at_once = layer.directions == 1 and len(every_piece) == 1 and layer.makes_gradients_at_once()
     for piece in every_piece:
         a = layer.arguments(piece)
         states.pass_through(a, piece)
@@ -256,8 +240,10 @@ def backward(
         d_gates: list[Tensor] = []  # those of the piece before are given back first
         d_gates = _undo(layer, every, a, piece)
         if at_once:
-            d_h0, d_c0 = states.at_start()
-            return CallGrads(d_input, d_h0, d_c0, _at_once(layer, d_gates[0], d_input))
+            weights = [part.contiguous() for part in call.flat_weights()]
+            given = (d_gates[0], x, layer.h0, weights, layer.output)
+            found = AtOnce(layer.cell, x, hidden)(*given, needs_input=ask.needs_input)
+            return CallGrads(found[0], *states.at_start(), found[1])
         for d in range(layer.directions):
             start, stop = piece.times(descending=d == 0)
             if d_input is not None:
@@ -290,32 +276,6 @@ def _undo(layer: _Layer, every: list[Launch], a: BackwardArguments, piece: Piece
     for d in range(layer.directions):
         a.d_gates[d], a.exchange[d] = found[d].data_ptr(), exchange[d].data_ptr()
     run(every, a)
-    return found
-
-
-def _at_once(layer: _Layer, d_gates: Tensor, d_input: Tensor | None) -> list[Tensor]:
-    """The weights' gradients, and the input's where it has a place."""
-    w, a = layer.weights[0], GradientArguments()
-    numbers = numbers_of(layer.x.dtype)
-    assert numbers is not None
-    w_ih = w.w_ih.contiguous()
-    found = [torch.empty_like(w_ih), torch.empty_like(layer.w_hh[0])]
-    read = (d_gates, layer.x, layer.output, layer.h0, w_ih)
-    a.d_gates, a.input, a.output, a.h0, a.w_ih = (t.data_ptr() for t in read)
-    a.d_w_ih, a.d_w_hh = (t.data_ptr() for t in found)
-    if w.b_ih is not None and w.b_hh is not None:
-        biases = [torch.empty_like(w.b_ih), torch.empty_like(w.b_hh)]
-        a.d_b_ih, a.d_b_hh = (t.data_ptr() for t in biases)
-        found += biases
-    a.d_input = 0 if d_input is None else d_input.data_ptr()
-    a.rows, a.batch, a.hidden = layer.steps * layer.batch, layer.batch, layer.hidden
-    a.inputs, a.output_row = layer.x.shape[2], layer.output.shape[2]
-    vector = 16 // layer.x.element_size()
-    sizes = (layer.hidden, a.inputs)
-    a.by_vectors = all(s % vector == 0 for s in sizes) and all(map(is_aligned, read))
-    launch = gradient_launcher(layer.cell, numbers, layer.x.device.index)
-    sizes_of_launch = (layer.cell, a.rows, layer.hidden, a.inputs, launch.geometry.tile.cluster)
-    launch(a, blocks(*sizes_of_launch, needs_input=d_input is not None))
     return found
 
 

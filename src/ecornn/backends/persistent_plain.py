@@ -30,17 +30,11 @@ from ecornn.backends.persistent_calls import (
     through_l2,
 )
 from ecornn.backends.persistent_forward import SHARE
+from ecornn.backends.persistent_gradients import AtOnce
 from ecornn.backends.protocol import LayerCall
 from ecornn.backends.zeros import is_zero_state
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.device import failure_flag, numbers_of
-from ecornn.kernels.persistent.gradients import (
-    GradientArguments,
-    blocks,
-    gradient_launcher,
-    is_small,
-    split_on,
-)
 from ecornn.kernels.persistent.launch import Launcher
 from ecornn.kernels.persistent.shares import (
     ShareArguments,
@@ -52,7 +46,7 @@ from ecornn.spec import GATES
 
 #: All fields of the arguments at once, as the structures have them, to their padded end.
 _FORWARD, _BACKWARD = struct.Struct("@26Q12i"), struct.Struct("@35Q12i")
-_GRADIENTS, _SHARES = struct.Struct("@10Q7i4x"), struct.Struct("@3Q4i")
+_SHARES = struct.Struct("@3Q4i")
 
 
 class PlainResult(NamedTuple):
@@ -122,9 +116,7 @@ class PlainLayer:
 
     def _prepare_backward(self, call: LayerCall) -> bool:
         every = launches("backward", call)
-        sizes = (self.rows, self.hidden, self.inputs)
-        split = split_on(call.input_TBI.device)
-        small = is_small(self.cell, self.dtype, *sizes, split=split)
+        x, small = call.input_TBI, AtOnce.serves(self.cell, call.input_TBI, self.hidden)
         if len(every) > 1 or (self.cell == "gru" and not small):
             return False
         self._backward = every[0].launcher
@@ -132,16 +124,7 @@ class PlainLayer:
         stored = 4 if self.cell == "gru" else GATES[self.cell]  # a GRU's candidate has two
         self._d_gates_shape = (self.rows, stored * self.hidden)
         self._backward_sizes = self._sizes(every[0], self._d_gates_shape[1])
-        self._gradients: Launcher | None = None
-        if not small:
-            return True
-        numbers = numbers_of(self.dtype)
-        assert numbers is not None
-        self._gradients = gradient_launcher(self.cell, numbers, self.device)
-        cluster = self._gradients.geometry.tile.cluster
-        of = (self.cell, *sizes, cluster)
-        self._blocks = [blocks(*of, needs_input=needed) for needed in (False, True)]
-        self._gradient_sizes = (self.rows, self.batch, self.hidden, self.inputs, self.hidden, 0)
+        self._gradients = AtOnce(self.cell, x, self.hidden) if small else None
         return True
 
     def fits(
@@ -243,7 +226,8 @@ class PlainLayer:
         )
         self._backward(BackwardArguments.from_buffer_copy(packed))
         if self._gradients is not None:
-            d_input, d_weights = self._at_once(d_gates, x, h0, weights, output, needs_input)
+            given = (d_gates, x, h0, weights, output)
+            d_input, d_weights = self._gradients(*given, needs_input=needs_input)
         elif self.dtype == torch.float32:
             with matching_products():
                 d_input, d_weights = self._products(d_gates, x, h0, weights, output, needs_input)
@@ -252,30 +236,6 @@ class PlainLayer:
         return PlainGrads(
             d_input, d_h0 if needs_states else None, d_c0 if needs_states else None, d_weights
         )
-
-    def _at_once(
-        self,
-        d_gates: Tensor,
-        x: Tensor,
-        h0: Tensor,
-        weights: tuple[Tensor, ...],
-        output: Tensor,
-        needs_input: bool,
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradients of the input and of the weights, by one launch."""
-        assert self._gradients is not None
-        d_input = torch.empty_like(x) if needs_input else None
-        d_weights = [torch.empty_like(w) for w in weights]
-        xs, y, h, w = x.data_ptr(), output.data_ptr(), h0.data_ptr(), weights[0].data_ptr()
-        places = [d.data_ptr() for d in d_weights]
-        packed = _GRADIENTS.pack(
-            *(d_gates.data_ptr(), xs, y, h, w, 0 if d_input is None else d_input.data_ptr()),
-            *(places if len(places) == 4 else (*places, 0, 0)),
-            *self._gradient_sizes,
-            self._by_vectors and (xs | y | h | w) % 16 == 0,
-        )
-        self._gradients(GradientArguments.from_buffer_copy(packed), self._blocks[needs_input])
-        return d_input, d_weights
 
     def _products(
         self,
