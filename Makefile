@@ -2,7 +2,8 @@
 # .venv by the target that wants it.
 #
 #   make demo    train a small character model on the CPU and show what it learned
-#   make test    style, types, import order and the tests, with coverage
+#   make test    style, types, import order and the tests
+#   make coverage  the tests again, traced: at least nine lines of ten are reached
 #   make lint    the first three of these
 #   make wheel   dist/ecornn-VERSION-py3-none-any.whl
 #   make clean   remove what the tools left behind; `make distclean` removes .venv as well
@@ -17,16 +18,21 @@ PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: test demo lint wheel clean distclean FORCE
+.PHONY: test coverage demo lint wheel clean distclean FORCE
 
 # The steps decide, and the seed makes them repeatable; the time limit is for slow machines.
 demo: $(VENV)/.runtime
 	@$(BIN)/ecornn train language-model --steps 800 --minutes 1
 
 # Two workers of one thread each: the suite is sized for two cores, and its tensors are small.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist worksteal
+
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 2 --dist worksteal \
-	    --cov --cov-report=
+	@$(TESTS)
+
+# Apart from the tests: tracing takes minutes, which the suite's limit of fifteen does not have.
+coverage: $(VENV)/.dev
+	@$(TESTS) --cov --cov-report=
 
 lint: $(VENV)/.dev
 	@$(BIN)/python -m ruff check --quiet
