@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ecornn
 from ecornn.echo.lean import cross_entropy
-from support.translator import Translator, sentences
+from support.translator import Translator, loss_and_gradients, sentences
 
 
 @pytest.fixture(autouse=True)
@@ -20,14 +20,6 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def gradients(run: Any, *inputs: Tensor) -> list[Tensor]:
-    torch.manual_seed(3)
-    run.zero_grad()
-    loss = run(*inputs)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in run.parameters())]
 
 
 def kept_bytes(run: Any, *inputs: Tensor) -> int:
@@ -55,7 +47,7 @@ def test_a_step_is_found_compiled_once_and_right(memory: str) -> None:
     for source, target in ((7, 6), (5, 9), (12, 4), (9, 20)):
         inputs = sentences(3, source, target)
         for found, expected in zip(
-            gradients(compiled, *inputs), gradients(twin, *inputs), strict=True
+            loss_and_gradients(compiled, *inputs), loss_and_gradients(twin, *inputs), strict=True
         ):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     told = compiled.explain()
@@ -73,12 +65,12 @@ def test_gradients_are_those_of_the_same_parts_to_the_last_bit() -> None:
     twin = copy.deepcopy(model)
     inputs = sentences(3, 7, 6)
     compiled = ecornn.compile(model, memory="min")
-    found = gradients(compiled, *inputs)
+    found = loss_and_gradients(compiled, *inputs)
     (graph,) = compiled.explain().graphs
     assert graph.chosen is not None
     assert graph.chosen.kept_bytes < graph.keep_all.kept_bytes
     twin.step.forward = torch.compile(twin.step.forward, backend="aot_eager")  # type: ignore[method-assign]
-    for one, other in zip(found, gradients(twin, *inputs), strict=True):
+    for one, other in zip(found, loss_and_gradients(twin, *inputs), strict=True):
         assert torch.equal(one, other)
 
 
@@ -89,7 +81,7 @@ def test_what_is_kept_falls_as_predicted() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         compiled = ecornn.compile(Translator(hidden=16), memory=memory)
-        gradients(compiled, *inputs)
+        loss_and_gradients(compiled, *inputs)
         measured[memory] = kept_bytes(compiled, *inputs)
         (graph,) = compiled.explain().graphs
         assert graph.calls == steps
@@ -104,13 +96,13 @@ def test_what_is_kept_falls_as_predicted() -> None:
 def test_regions_can_be_named_and_forbidden() -> None:
     inputs = sentences(2, 4, 3)  # three calls: too few to be found
     model = Translator()
-    expected = gradients(model, *inputs)
+    expected = loss_and_gradients(model, *inputs)
     by_name = ecornn.compile(copy.deepcopy(model), regions=["step"])
     part = copy.deepcopy(model)
     by_module = ecornn.compile(part, regions=[part.step])
     found = ecornn.compile(copy.deepcopy(model))
     for compiled, names in ((by_name, {"step"}), (by_module, {"step"}), (found, {"Translator"})):
-        for one, other in zip(gradients(compiled, *inputs), expected, strict=True):
+        for one, other in zip(loss_and_gradients(compiled, *inputs), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
         assert {graph.name for graph in compiled.explain().graphs} == names
     assert "named by the caller" in str(by_name.explain())

@@ -1,7 +1,7 @@
 """Initial states of zeros, without filling memory at each call.
 
-On a GPU, filling two small states takes two launches, which for a small layer is a tenth of the
-call. All of them are views of one tensor of zeros, which nothing writes to: neither torch's kernels
+On a GPU, filling two small states takes two launches, and a small layer has few others. All of them
+are views of one tensor of zeros, which nothing writes to: neither torch's kernels
 nor ours write to an initial state, and a layer does not give it to anybody.
 """
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import ecornn
 from ecornn.echo.lean import cross_entropy, needs
-from support.translator import Translator, sentences
+from support.translator import Translator, loss_and_gradients, sentences
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +26,15 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def gradients(run: Any, *inputs: Tensor) -> list[Tensor]:
-    torch.manual_seed(3)
-    run.zero_grad()
-    loss = run(*inputs)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in run.parameters())]
-
-
 def test_a_model_s_bits_do_not_change_and_it_says_what_was_replaced() -> None:
     model = Translator(dropout=0.3)
     inputs = sentences(9, 7, 6)
     plain = ecornn.compile(copy.deepcopy(model), lean=False)
     lean = ecornn.compile(model)
     for _ in range(2):
-        pairs = zip(gradients(lean, *inputs), gradients(plain, *inputs), strict=True)
+        pairs = zip(
+            loss_and_gradients(lean, *inputs), loss_and_gradients(plain, *inputs), strict=True
+        )
         assert all(torch.equal(*pair) for pair in pairs)
     told = " ".join(str(lean.explain()).split())
     assert "cross_entropy keeps only its scores, to the same bits, in 2 calls" in told
@@ -130,11 +124,11 @@ class Rest(nn.Module):
 
 def test_a_user_s_modes_and_compiled_functions() -> None:
     model, x = Rest(), torch.randn(3, 4, requires_grad=True)
-    expected = gradients(model, x)
+    expected = loss_and_gradients(model, x)
     lean = ecornn.compile(model, regions=["step"])
     compiled = []
     for run in (lean, lean, model, lean):
-        for one, other in zip(gradients(run, x), expected, strict=True):
+        for one, other in zip(loss_and_gradients(run, x), expected, strict=True):
             torch.testing.assert_close(one, other)
         compiled.append(len(model.graphs))
     assert len(lean.explain().graphs) == 1  # of the step: the modes have not compiled it anew

@@ -77,7 +77,7 @@ struct Multiplier : Memory {
   }
 
   // Several chunks at once, and columns by pairs of units, were tried: the steps themselves became
-  // 5 % longer, by other registers.
+  // a few per cent longer, by other registers.
   __device__ __forceinline__ void load_weights(const Element* matrix) {
     const int first_unit = (blockIdx.x - (GRID ? rank : 0)) * UNITS;
 #pragma unroll
