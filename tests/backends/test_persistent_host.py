@@ -265,9 +265,9 @@ def test_pieces_of_time(
     assert_like_the_definition(make_call(cell, directions=directions, keep=keep))
     forward, backward = (launcher.launches for launcher in machine.launchers)
     # an LSTM's kept gates stand where their inputs stood: there is no buffer to cut
-    assert forward == (1 if keep == "gates" and cell == "lstm" else 6)
+    assert forward == (1 if keep == "gates" and cell == "lstm" else 2)
     # kept gates, and a plain RNN that needs none, leave only the gradients' buffer
-    assert backward == (11 if keep == "states" and not cell.startswith("rnn") else 1)
+    assert backward == (4 if keep == "states" and not cell.startswith("rnn") else 1)
 
 
 @pytest.mark.parametrize("small", [1, 1 << 30], ids=["pieces", "whole"])

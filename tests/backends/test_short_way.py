@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ecornn
+from ecornn.backends import persistent_calls
 from ecornn.backends.protocol import LayerCall
 from ecornn.errors import InvalidInput
 from ecornn.kernels.persistent import gradients
@@ -217,6 +218,34 @@ def test_every_gradient_of_every_result(
             if j != i:
                 assert t.grad is not None
                 assert_matches(t.grad, b, 2 * tolerance(torch.float32, steps, order=1))
+
+
+@pytest.mark.parametrize("steps", [5, 12])
+@pytest.mark.parametrize("keep", ["none", "kept"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_buffer_of_gates_that_is_not_kept_is_cut_in_two(
+    machine: Machine, cell: str, keep: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece goes on with the states that the one before left."""
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1)
+    kept = "states" if cell.startswith("rnn") else "gates"
+    call = make_call(cell, hidden=8, steps=steps, keep=kept if keep == "kept" else "none")
+    route, leaves = routed(call)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wanted = definition_of(call, wide, route.constants[:-2])
+    allowed = 2 * tolerance(torch.float32, steps, order=1)
+    found = run_route(route, leaves)
+    if keep == "kept":
+        pair = (
+            torch.autograd.grad(sum(y.sin().sum() for y in results), inputs, retain_graph=True)
+            for results, inputs in ((found, leaves), (wanted, wide))
+        )
+        for a, b in zip(*pair, strict=True):
+            assert_matches(a, b, allowed)
+    for a, b in zip(found, wanted, strict=True):
+        assert_matches(a, b, allowed)
+    in_place = keep == "kept" and cell == "lstm"
+    assert machine.launchers[0].launches == (1 if in_place else 2)
 
 
 def test_two_backward_passes_give_the_same_bits_and_change_nothing(machine: Machine) -> None:

@@ -31,7 +31,7 @@ from ecornn.kernels.reference.problem import DirectionWeights, Masks, input_of, 
 from ecornn.spec import GATES
 
 #: The buffers of gates and of their gradients are together at most this part of T·B·8H.
-SHARE = 0.125
+SHARE = 0.2
 
 
 class _Layer:
@@ -178,17 +178,21 @@ class _WeightGrads:
         self.widened = several and dtype != torch.float32
         self.sums: dict[tuple[int, str], Tensor] = {}
 
-    def _add(self, key: tuple[int, str], value: Tensor) -> None:
-        self.sums[key] = self.sums[key].add_(value) if key in self.sums else value
-
     def product(self, d: int, name: str, rows: Tensor, columns: Tensor) -> None:
-        if self.widened:
-            self._add((d, name), torch.mm(rows.T, columns, out_dtype=torch.float32))
+        found, across = self.sums.get((d, name)), rows.T
+        if not self.widened:
+            self.sums[d, name] = (
+                across @ columns if found is None else found.addmm_(across, columns)
+            )
+        elif found is None:
+            self.sums[d, name] = torch.mm(across, columns, out_dtype=torch.float32)
         else:
-            self._add((d, name), rows.T @ columns)
+            # added by the product itself: no second matrix, and no kernel that adds the two
+            torch.addmm(found, across, columns, out_dtype=torch.float32, out=found)
 
     def column_sums(self, d: int, rows: Tensor) -> None:
-        self._add((d, "biases"), column_sums(rows))
+        value, found = column_sums(rows), self.sums.get((d, "biases"))
+        self.sums[d, "biases"] = value if found is None else found.add_(value)
 
     def of(self, d: int, w: DirectionWeights, hidden: int, gru: bool) -> list[Tensor]:
         def state(found: Tensor) -> Tensor:
@@ -250,6 +254,7 @@ def backward(
                 own = d_input[start:stop].flatten(0, 1)
                 _input_grad(layer, own, d_gates[d], d, add=adds or d == 1)
             _weight_grads(layer, sums, d_gates[d], d, start, stop)
+    del gates, d_gates  # before the weights' gradients are rounded into new memory
     d_h0, d_c0 = states.at_start()
     gru = layer.cell == "gru"
     return CallGrads(

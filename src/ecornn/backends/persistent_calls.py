@@ -3,6 +3,7 @@ precision torch's settings allow, and pointers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -48,9 +49,9 @@ class Piece(NamedTuple):
 
 def pieces(steps: int, row_bytes: int, share: float) -> list[Piece]:
     """Time in equal pieces, whose buffers of `row_bytes` a step take `share` of the whole at most,
-    unless all of it is small."""
+    rounded up to a step, unless all of it is small."""
     small = steps * row_bytes <= SMALL_BYTES
-    size = steps if small else max(1, int(steps * share), SMALL_BYTES // row_bytes)
+    size = steps if small else max(math.ceil(steps * share), SMALL_BYTES // row_bytes)
     count = -(-steps // size)
     size = -(-steps // count)
     return [Piece(at, min(size, steps - at), steps) for at in range(0, steps, size)]

@@ -25,7 +25,7 @@ from ecornn.kernels.persistent.arguments import ForwardArguments
 from ecornn.spec import GATES
 
 #: Where the gates are not kept, their buffer is at most this part of T·B·G·H.
-SHARE = 0.25
+SHARE = 0.5
 
 
 class _Tensors:
@@ -92,10 +92,7 @@ def forward(call: LayerCall) -> LayerResult:
     t = _Tensors(call, every)
     gate_rows = GATES[call.cell] * t.h0.shape[-1]
     steps, batch = t.output.shape[:2]
-    # kept gates of an LSTM stand where its gates' inputs stood, so there is nothing to save
-    in_place = call.keep == "gates" and call.cell != "gru"
-    row_bytes = call.directions * batch * gate_rows * t.x.element_size()
-    every_piece = pieces(steps, row_bytes, 1.0 if in_place else SHARE)
+    every_piece = forward_pieces(call)
     buffers: list[Tensor] = []
     if len(every_piece) > 1:
         rows = every_piece[0].steps * batch
@@ -103,7 +100,7 @@ def forward(call: LayerCall) -> LayerResult:
     h_in, c_in = t.h0, None
     for piece in every_piece:
         products = _input_products(t, piece, buffers)
-        if in_place:
+        if _in_place(call):
             t.kept = [gates.view(steps, batch, gate_rows) for gates in products]
         a = t.arguments(call, piece)
         for d, gates in enumerate(products):
@@ -118,6 +115,18 @@ def forward(call: LayerCall) -> LayerResult:
         run(every, a)
         h_in, c_in = h_out, c_out
     return LayerResult(t.output, t.h_n, t.c_n, t.cells, t.kept)
+
+
+def _in_place(call: LayerCall) -> bool:
+    """Kept gates of an LSTM stand where its gates' inputs stood."""
+    return call.keep == "gates" and call.cell != "gru"
+
+
+def forward_pieces(call: LayerCall) -> list[Piece]:
+    """All of time in one where there is no buffer of gates to save."""
+    x, gate_rows = call.input_TBI, GATES[call.cell] * call.h0_DBR.shape[-1]
+    row_bytes = call.directions * x.shape[1] * gate_rows * x.element_size()
+    return pieces(x.shape[0], row_bytes, 1.0 if _in_place(call) else SHARE)
 
 
 def _input_products(t: _Tensors, piece: Piece, buffers: list[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,16 +21,16 @@ from torch import Tensor
 
 from ecornn.backends.persistent_calls import (
     Launch,
+    Piece,
     check_weights,
     column_sums,
     launches,
     marked,
     matching_products,
     padded,
-    pieces,
     through_l2,
 )
-from ecornn.backends.persistent_forward import SHARE
+from ecornn.backends.persistent_forward import forward_pieces
 from ecornn.backends.persistent_gradients import AtOnce
 from ecornn.backends.protocol import LayerCall
 from ecornn.backends.zeros import is_zero_state
@@ -82,7 +83,8 @@ class PlainLayer:
         every = launches("forward", call)
         self._output_marked = through_l2(every)
         self._forward = every[0].launcher
-        self._forward_sizes = self._sizes(every[0], self.hidden)
+        self._pieces = forward_pieces(call)
+        self._forward_sizes = [self._sizes(every[0], self.hidden, piece) for piece in self._pieces]
         self._shares_shape = (self.rows, GATES[self.cell] * self.hidden)
         self._share_blocks = share_blocks(*self._shares_shape)
         self._share_launch: Launcher | None = None
@@ -102,17 +104,24 @@ class PlainLayer:
             return False
         if call.keep == "states" and call.cell in ("lstm", "gru"):
             return False  # computes its gates again
-        row_bytes = x.shape[1] * GATES[call.cell] * hidden * x.element_size()
-        in_place = call.keep == "gates" and call.cell == "lstm"
-        if len(pieces(x.shape[0], row_bytes, 1.0 if in_place else SHARE)) > 1:
-            return False
         return len(launches("forward", call)) == 1
 
-    def _sizes(self, launch: Launch, exchange_row: int) -> tuple[int, ...]:
+    def _sizes(self, launch: Launch, exchange_row: int, piece: Piece) -> tuple[int, ...]:
         """The arguments' integers, in their order."""
         group = launch.launcher.geometry.group_batch
-        steps, batch, hidden = self.steps, self.batch, self.hidden
-        return steps, 0, steps, batch, hidden, hidden, exchange_row, 0, batch, 0, group, 0
+        times = (piece.steps, piece.first_step, piece.total)
+        return (
+            *times,
+            self.batch,
+            self.hidden,
+            self.hidden,
+            exchange_row,
+            0,
+            self.batch,
+            0,
+            group,
+            0,
+        )
 
     def _prepare_backward(self, call: LayerCall) -> bool:
         every = launches("backward", call)
@@ -123,7 +132,8 @@ class PlainLayer:
         self._d_gates_marked = through_l2(every)
         stored = 4 if self.cell == "gru" else GATES[self.cell]  # a GRU's candidate has two
         self._d_gates_shape = (self.rows, stored * self.hidden)
-        self._backward_sizes = self._sizes(every[0], self._d_gates_shape[1])
+        whole = Piece(0, self.steps, self.steps)
+        self._backward_sizes = self._sizes(every[0], self._d_gates_shape[1], whole)
         self._gradients = AtOnce(self.cell, x, self.hidden) if small else None
         return True
 
@@ -152,7 +162,8 @@ class PlainLayer:
     ) -> PlainResult:
         flag = failure_flag()
         flag.check()
-        gates = self._shares(x, weights[0])
+        several = len(self._pieces) > 1
+        gates = self._new_piece(x) if several else self._shares(x, weights[0])
         shape = (self.steps, self.batch, self.hidden)
         output = marked(shape, x) if self._output_marked else x.new_empty(shape)
         cells = x.new_empty(shape) if self.lstm and self.keep != "none" else None
@@ -163,21 +174,41 @@ class PlainLayer:
         c_n = None if c0 is None else torch.empty_like(c0)
         b_ih, b_hh = (w.data_ptr() for w in weights[2:]) if len(weights) > 2 else (0, 0)
         y, h = output.data_ptr(), h0.data_ptr()
-        packed = _FORWARD.pack(
-            # gates, weights, b_ih, b_hh, exchange, output, cells, kept, for two directions
-            *(gates.data_ptr(), 0, weights[1].data_ptr(), 0, b_ih, 0, b_hh, 0, y, 0, y, 0),
-            *(0 if cells is None else cells.data_ptr(), 0),
-            *(0 if kept is None else kept.data_ptr(), 0),
-            # h0, c0, h_in, c_in, h_out, c_n, c_out, lengths, resets, failed
-            *(h, 0 if c0 is None else c0.data_ptr(), h, 0, h_n.data_ptr()),
-            *(0 if c_n is None else c_n.data_ptr(), 0, 0, 0, flag.address),
-            *self._forward_sizes,
-        )
-        self._forward(ForwardArguments.from_buffer_copy(packed))
+        c = 0 if c0 is None else c0.data_ptr()
+        h_in, c_in, carried = h, 0, (h0, c0)
+        for piece, sizes in zip(self._pieces, self._forward_sizes, strict=True):
+            if several:
+                self._shares_of(x, weights[0], piece, gates)
+            leaving = (h_n, c_n) if piece.last else _carried(h0, c0)
+            h_out, c_out = (0 if t is None else t.data_ptr() for t in leaving)
+            packed = _FORWARD.pack(
+                # gates, weights, b_ih, b_hh, exchange, output, cells, kept, for two directions
+                *(gates.data_ptr(), 0, weights[1].data_ptr(), 0, b_ih, 0, b_hh, 0, y, 0, y, 0),
+                *(0 if cells is None else cells.data_ptr(), 0),
+                *(0 if kept is None else kept.data_ptr(), 0),
+                # h0, c0, h_in, c_in, h_out, c_n, c_out, lengths, resets, failed
+                *(h, c, h_in, c_in, h_out, *((c_out, 0) if piece.last else (0, c_out))),
+                *(0, 0, flag.address),
+                *sizes,
+            )
+            self._forward(ForwardArguments.from_buffer_copy(packed))
+            # held until the next launch: memory given back now could be written to before it
+            h_in, c_in, carried = h_out, c_out, leaving
+        del carried
         return PlainResult(output, h_n, c_n, cells, kept)
 
+    def _new_piece(self, x: Tensor) -> Tensor:
+        return x.new_empty(self._pieces[0].steps * self.batch, self._shares_shape[1])
+
+    def _shares_of(self, x: Tensor, w_ih: Tensor, piece: Piece, gates: Tensor) -> None:
+        """The input's share of a piece's gates."""
+        start, stop = piece.times(descending=False)
+        rows = x[start:stop].view(-1, self.inputs)
+        with matching_products() if self.dtype == torch.float32 else nullcontext():
+            torch.mm(rows, w_ih.t(), out=gates[: piece.steps * self.batch])
+
     def _shares(self, x: Tensor, w_ih: Tensor) -> Tensor:
-        """The input's share of the gates, as rows."""
+        """The input's share of all gates, as rows."""
         if self._share_launch is None:
             rows = x.view(self.rows, self.inputs)
             if self.dtype != torch.float32:
@@ -260,3 +291,8 @@ class PlainLayer:
             return d_input, [d_w_ih, d_w_hh]
         d_biases = column_sums(d_gates).to(self.dtype)
         return d_input, [d_w_ih, d_w_hh, d_biases[0], d_biases[1]]
+
+
+def _carried(h0: Tensor, c0: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The states between two pieces."""
+    return torch.empty_like(h0), None if c0 is None else torch.empty_like(c0, dtype=torch.float32)
