@@ -154,13 +154,19 @@ def capture(
     function: Callable[[], Any], before: Callable[[], None] = lambda: None
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph, and the tensors that its replays write. `before` is called between the runs that
-    warm up and the capture."""
+    warm up and the capture.
+
+    cuBLAS keeps a workspace for every stream and thread that has multiplied: those of streams that
+    the graph does not run on are given back, since they are no memory of its.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_UP_RUNS):
             function()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
     before()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), waiting_forbidden():

@@ -25,9 +25,9 @@ NONE = 0
 REDUCTIONS = {"none": NONE, "mean": 1, "sum": 2}
 #: Scores of fewer bytes are left to torch: there is little to save.
 FEWEST_BYTES = 16 * 2**20
-#: Bytes of scores worked on at once. A large GPU reads and writes as many in about the time that a
-#: kernel takes to launch: smaller chunks would cost time.
-CHUNK_BYTES = 16 * 2**20
+#: Bytes of scores worked on at once, and of the one buffer beside them. A large GPU reads and
+#: writes as many in less time than a kernel takes to launch: smaller chunks would cost time.
+CHUNK_BYTES = 8 * 2**20
 #: Chunks begin at multiples of so many rows. torch's kernels for CUDA add the entries of a row in
 #: an order that depends on where in 16 bytes it begins: this way it begins where it does for torch.
 ROWS_ALIGNED = 16
@@ -130,7 +130,12 @@ def _gradient(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    log_RV = aten._log_softmax(scores_RV, 1, False)
+    """`out` may be the scores' own memory: it holds the log-softmax in between, since each of
+    torch's kernels reads an entry for the last time just before it writes it."""
+    if out is None:
+        log_RV = aten._log_softmax(scores_RV, 1, False)
+    else:
+        log_RV = aten._log_softmax.out(scores_RV, 1, False, out=out)
     of_log_RV = aten.nll_loss_backward(grad, log_RV, target_R, None, reduction, ignore_index, total)
     given = (of_log_RV, log_RV, 1, scores_RV.dtype)
     if out is not None:
