@@ -220,7 +220,7 @@ def test_saved_tensors_may_come_back_in_another_form(machine: Machine) -> None:
     [
         {"keep": "states"},
         {"cell_states": True},
-        {"lengths_B": torch.tensor([3, 4, 5, 6])},
+        {"after_end": "frozen", "lengths_B": torch.tensor([3, 4, 5, 6])},
         {"resets_TB": torch.zeros(STEPS, BATCH, dtype=torch.bool)},
         {"directions": 2},
         {"hidden": 25},

@@ -45,6 +45,7 @@ def on_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(plain, "_ROUTES", {})
     monkeypatch.setattr(plain, "plan_from", plan_from)
     monkeypatch.setattr(base, "run_plain", plain._run_on_gpu)
+    monkeypatch.setattr(base, "run_plain_with_lengths", plain._run_on_gpu_with_lengths)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.zeros(0).get_device())
     return machine
@@ -111,6 +112,57 @@ def test_a_layer_goes_the_short_way_at_once_and_is_torch_s(
     found = torch.func.functional_call(copied, replaced, (x,))[0]
     assert_alike([found], [torch.func.functional_call(theirs, replaced, (x,))[0]])
     assert len(taken) == 4
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("given", [[9, 0, 4, 1], [0, 0, 0, 0], [9, 9, 9, 9]], ids=str)
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_lengths_go_the_short_way_and_nothing_beyond_them_is_read(
+    on_gpu: Machine, cell: str, given: list[int], small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the general way, which the definition is held against elsewhere."""
+    if not small:
+        monkeypatch.setattr(gradients, "MOST_WORK", {4: 1})
+    (ours, _), lengths = pair(cell, 5, 8), torch.tensor(given)
+    definition = copy.deepcopy(ours)
+    definition.backend = "reference"
+    x = torch.randn(9, 4, 5)
+    x[torch.arange(9).unsqueeze(1) >= lengths] = float("nan")
+
+    def results(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
+        output, states = layer(x, lengths=lengths)
+        h_n, c_n = states if isinstance(states, tuple) else (states, states)
+        return (torch.cat([output.flatten(), h_n.flatten(), c_n.flatten()]),)
+
+    for _ in range(2):  # the first call finds the way
+        found, wanted = (
+            grads_of(one, lambda x, one=one: results(one, x), x) for one in (ours, definition)
+        )
+        assert_alike(found, wanted)
+        assert all(gradient.isfinite().all() for gradient in found)
+    with torch.no_grad():
+        assert_alike([*results(ours, x)], [*results(definition, x)])
+    taken = [key for key, route in plain._ROUTES.items() if route is not None]
+    assert len(taken) == 2, "with and without gradients"
+
+
+@pytest.mark.parametrize("given", [[10, 1], [3, -1]], ids=str)
+def test_lengths_that_are_none_are_refused_on_the_short_way(
+    on_gpu: Machine, given: list[int]
+) -> None:
+    layer, x = ecornn.LSTM(5, 8), torch.randn(9, 2, 5)
+    layer(x, lengths=torch.tensor([9, 1]))
+    with pytest.raises(InvalidInput, match="lengths"):
+        layer(x, lengths=torch.tensor(given))
+
+
+@pytest.mark.parametrize(
+    "given", [[9, 3], torch.tensor([9, 3], dtype=torch.int32), torch.tensor([9, 0, 3, 0])[::2]]
+)
+def test_lengths_in_any_form_are_the_same(on_gpu: Machine, given: Any) -> None:
+    layer, x = ecornn.GRU(5, 8), torch.randn(9, 2, 5)
+    wanted = layer(x, lengths=torch.tensor([9, 3]))[0]
+    assert_alike([layer(x, lengths=given)[0]], [wanted])
 
 
 def test_no_table_holds_what_a_layer_was_called_with(on_gpu: Machine) -> None:

@@ -1,5 +1,5 @@
-"""One layer of one direction with nothing special about it, with as little work on the host as it
-takes.
+"""One layer of one direction with nothing special about it but perhaps lengths, with as little work
+on the host as it takes.
 
 Between a call and its launch the general way (`persistent_forward`, `persistent_backward`) reads,
 checks and arranges for what a plain call does not have; on an H200's machine that took as long as
@@ -99,7 +99,7 @@ class PlainLayer:
     def serves(call: LayerCall) -> bool:
         """Whether calls of this size can be served, by one launch."""
         x, hidden = call.input_TBI, call.h0_DBR.shape[-1]
-        special = call.lengths_B is not None or call.resets_TB is not None or call.cell_states
+        special = call.resets_TB is not None or call.cell_states or call.after_end != "zeros"
         if special or call.directions > 1 or 0 in x.shape or padded(hidden, x.dtype) != hidden:
             return False
         if call.keep == "states" and call.cell in ("lstm", "gru"):
@@ -158,8 +158,14 @@ class PlainLayer:
         return all([t is None or t.is_contiguous() for t in (x, h0, c0, *results)])  # noqa: C419
 
     def forward(
-        self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: tuple[Tensor, ...]
+        self,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        weights: tuple[Tensor, ...],
+        lengths: Tensor | None = None,
     ) -> PlainResult:
+        """`lengths` where the call that this was made for had some."""
         flag = failure_flag()
         flag.check()
         several = len(self._pieces) > 1
@@ -175,6 +181,7 @@ class PlainLayer:
         b_ih, b_hh = (w.data_ptr() for w in weights[2:]) if len(weights) > 2 else (0, 0)
         y, h = output.data_ptr(), h0.data_ptr()
         c = 0 if c0 is None else c0.data_ptr()
+        ends = 0 if lengths is None else lengths.data_ptr()
         h_in, c_in, carried = h, 0, (h0, c0)
         for piece, sizes in zip(self._pieces, self._forward_sizes, strict=True):
             if several:
@@ -188,7 +195,7 @@ class PlainLayer:
                 *(0 if kept is None else kept.data_ptr(), 0),
                 # h0, c0, h_in, c_in, h_out, c_n, c_out, lengths, resets, failed
                 *(h, c, h_in, c_in, h_out, *((c_out, 0) if piece.last else (0, c_out))),
-                *(0, 0, flag.address),
+                *(ends, 0, flag.address),
                 *sizes,
             )
             self._forward(ForwardArguments.from_buffer_copy(packed))
@@ -232,6 +239,7 @@ class PlainLayer:
         *,
         needs_input: bool,
         needs_states: bool,
+        lengths: Tensor | None = None,
     ) -> PlainGrads:
         """Where `has_backward`. `grads` of output, h_n and c_n; `call`: input, states and weights;
         `result`: output, cells and what was kept."""
@@ -252,10 +260,15 @@ class PlainLayer:
             # h0, c0, d_h_n, d_c_n, d_h_in, d_c_in, d_h_out, d_c_out
             *(h, 0 if c0 is None else c0.data_ptr(), dh, dc, 0, 0, 0, 0),
             # d_h0, d_c0, d_h_initial, d_c_initial, lengths, resets, failed
-            *(d_h0.data_ptr(), 0 if d_c0 is None else d_c0.data_ptr(), 0, 0, 0, 0, flag.address),
+            *(d_h0.data_ptr(), 0 if d_c0 is None else d_c0.data_ptr(), 0, 0),
+            *(0 if lengths is None else lengths.data_ptr(), 0, flag.address),
             *self._backward_sizes,
         )
         self._backward(BackwardArguments.from_buffer_copy(packed))
+        if lengths is not None:
+            # beyond the ends the gates' gradients are zeros, and 0 · NaN would reach the weights
+            beyond_TB = torch.arange(self.steps, device=x.device).unsqueeze(1) >= lengths
+            x = x.masked_fill(beyond_TB.unsqueeze(-1), 0.0)
         if self._gradients is not None:
             given = (d_gates, x, h0, weights, output)
             d_input, d_weights = self._gradients(*given, needs_input=needs_input)

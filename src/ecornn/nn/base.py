@@ -16,7 +16,7 @@ from ecornn.backends.registry import BACKENDS
 from ecornn.nn import checks
 from ecornn.nn.compiling import Traceable, let_dynamo_trace
 from ecornn.nn.packing import pack, pad
-from ecornn.nn.plain import plain_call, run_plain
+from ecornn.nn.plain import plain_call, run_plain, run_plain_with_lengths
 from ecornn.nn.stack import (
     StackCall,
     StackResult,
@@ -176,11 +176,16 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         reset_to: str = "zero",
         return_cell_states: bool = False,
     ) -> Any:
-        asks_for_more = lengths is not None or resets is not None or return_cell_states is not False
+        asks_for_more = resets is not None or return_cell_states is not False
         if not asks_for_more and after_end == "zeros" and reset_to == "zero":
             plain = plain_call(self, input, hx)
-            if plain is not None:
-                output, h_n, c_n = run_plain(self, plain)
+            found = None
+            if plain is not None and lengths is None:
+                found = run_plain(self, plain)
+            elif plain is not None:
+                found = run_plain_with_lengths(self, plain, lengths)
+            if found is not None:
+                output, h_n, c_n = found
                 output = output.transpose(0, 1) if self.batch_first else output
                 return output, h_n if c_n is None else (h_n, c_n)
         read = self._read(input, hx, lengths, after_end, resets, reset_to, return_cell_states)

@@ -31,11 +31,13 @@ from ecornn.nn.stack import (
     run_whole,
     watched,
 )
+from ecornn.ops.checks import check_lengths_within
 from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
 from ecornn.ops.transforms import transforms_active
 
 if TYPE_CHECKING:
     from ecornn.nn.base import RecurrentLayer
+    from ecornn.planner import ExecutionPlan
 
 _DEVICES = ("cpu", "cuda")
 
@@ -106,39 +108,21 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
 
 
 def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, made = call.input_TBI, layer._made
-    captured = torch.cuda.is_current_stream_capturing()
-    # all that decides about a call of one layer and direction; see `PlainRoute`
-    key = (
-        *(made.cell, made.layout, layer.input_size, layer.hidden_size, x.shape, x.dtype),
-        *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured),
-    )
-    alone = call.layers == 1 and not call.bidirectional and not layer.proj_size and not watched(x)
+    x = call.input_TBI
+    captured, alone = torch.cuda.is_current_stream_capturing(), _is_alone(layer, call)
+    key = _key(layer, call, captured, False)
     route = _ROUTES.get(key) if alone else None
     if route == _WHOLE:
         return run_whole(call)
     if isinstance(route, PlainRoute) and _fits(route, call):
         return _run_route(route, call)
-    plan = plan_from(  # in the order of RnnSpec's fields
-        *(made.cell, layer.input_size, layer.hidden_size, call.layers, call.bidirectional),
-        *(layer.proj_size, call.bias, x.dtype, "cuda", call.dropout),
-        # no variational dropout, layer norm, zoneout, lengths, resets or cell states
-        *(False, False, False, False, False, False, call.needs_grad, "auto", "auto"),
-        # not traced, transformed, in forward mode or long
-        *(False, False, False, False, captured),
-        *(False, is_brief(x.shape[0], "cuda"), is_roomy(x, layer.hidden_size), x.shape[1]),
-    )
+    plan = _plan(layer, call, captured, False)
     if plan.backend != "persistent":
         # what a graph that is being captured may have depends on what is loaded by then
         if alone and not captured:
             _remember(key, _WHOLE)
         return run_whole(call)
-    stack = StackCall(
-        *(made.cell, made.layout, call.layers, made.directions),
-        *(x, call.h0, call.c0, tuple(call.weights)),
-        dropout=call.dropout,
-        training=layer.training,
-    )
+    stack = _stack(layer, call, None)
     if alone and key not in _ROUTES:
         found = plain_route(arguments_of(stack, x, 0, False, plan))
         _remember(key, found)
@@ -147,6 +131,89 @@ def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tenso
             return _run_route(found, call)
     output, h_n, c_n, _ = run_stack(stack, plan)
     return output, h_n, c_n
+
+
+def run_plain_with_lengths(
+    layer: RecurrentLayer, call: NetworkCall, lengths: Any
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The same of a call that has lengths beside; None where the full reading is needed."""
+    x = call.input_TBI
+    if (
+        not x.is_cuda
+        or is_short(x.shape[0], "cuda")
+        or unavailable() is not None
+        or torch.cuda.is_current_stream_capturing()
+    ):
+        return None
+    return _run_on_gpu_with_lengths(layer, call, lengths)
+
+
+def _run_on_gpu_with_lengths(
+    layer: RecurrentLayer, call: NetworkCall, lengths: Any
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    x = call.input_TBI
+    if (
+        type(lengths) is not Tensor
+        or lengths.dtype != torch.int64
+        or lengths.shape != x.shape[1:2]
+        or (lengths.device != x.device and lengths.device.type != "cpu")
+        or not _is_alone(layer, call)
+    ):
+        return None
+    key = _key(layer, call, False, True)
+    if key not in _ROUTES:
+        plan = _plan(layer, call, False, True)
+        stack = _stack(layer, call, lengths.to(x.device))
+        ours = plan.backend == "persistent"
+        _remember(key, plain_route(arguments_of(stack, x, 0, False, plan)) if ours else None)
+    route = _ROUTES[key]
+    if not isinstance(route, PlainRoute) or not _fits(route, call):
+        return None
+    check_lengths_within(lengths, x.shape[0])
+    return _run_route(route, call, lengths.to(x.device).contiguous())
+
+
+def _is_alone(layer: RecurrentLayer, call: NetworkCall) -> bool:
+    """One layer of one direction, which nobody watches."""
+    several = call.layers != 1 or call.bidirectional or layer.proj_size
+    return not several and not watched(call.input_TBI)
+
+
+def _key(
+    layer: RecurrentLayer, call: NetworkCall, captured: bool, lengths: bool
+) -> tuple[Any, ...]:
+    """All that decides about a call of one layer and direction; see `PlainRoute`."""
+    x, made = call.input_TBI, layer._made
+    return (
+        *(made.cell, made.layout, layer.input_size, layer.hidden_size, x.shape, x.dtype),
+        *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured, lengths),
+    )
+
+
+def _plan(layer: RecurrentLayer, call: NetworkCall, captured: bool, lengths: bool) -> ExecutionPlan:
+    x = call.input_TBI
+    return plan_from(  # in the order of RnnSpec's fields
+        *(layer._made.cell, layer.input_size, layer.hidden_size, call.layers, call.bidirectional),
+        *(layer.proj_size, call.bias, x.dtype, "cuda", call.dropout),
+        # no variational dropout, layer norm or zoneout
+        *(False, False, False, lengths),
+        # no resets or cell states
+        *(False, False, call.needs_grad, "auto", "auto"),
+        # not traced, transformed, in forward mode or long
+        *(False, False, False, False, captured),
+        *(False, is_brief(x.shape[0], "cuda"), is_roomy(x, layer.hidden_size), x.shape[1]),
+    )
+
+
+def _stack(layer: RecurrentLayer, call: NetworkCall, lengths: Tensor | None) -> StackCall:
+    made = layer._made
+    return StackCall(
+        *(made.cell, made.layout, call.layers, made.directions),
+        *(call.input_TBI, call.h0, call.c0, tuple(call.weights)),
+        lengths_B=lengths,
+        dropout=call.dropout,
+        training=layer.training,
+    )
 
 
 def _remember(key: tuple[Any, ...], route: PlainRoute | str | None) -> None:
@@ -161,8 +228,10 @@ def _fits(route: PlainRoute, call: NetworkCall) -> bool:
     return on_this_device and route.layer.fits(x, call.h0, call.c0, call.weights)
 
 
-def _run_route(route: PlainRoute, call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
-    tensors = (call.input_TBI, call.h0, call.c0, call.weights)
+def _run_route(
+    route: PlainRoute, call: NetworkCall, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    tensors = (call.input_TBI, call.h0, call.c0, call.weights, lengths)
     return run_plain_route(route, *tensors, needs_grad=call.needs_grad)
 
 

@@ -103,29 +103,34 @@ def run_plain_route(
     h0: Tensor,
     c0: Tensor | None,
     weights: list[Tensor],
+    lengths: Tensor | None = None,
     *,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(output, h_n, c_n); the tensors must be such that the layer `fits`."""
+    """(output, h_n, c_n); the tensors must be such that the layer `fits`, and lengths be there if
+    the route was found with some: contiguous, int64, on the device and within the steps."""
     if needs_grad:
-        found: tuple[Tensor, Tensor, Tensor | None] = _Plain.apply(route, x, h0, c0, *weights)
+        found: tuple[Tensor, Tensor, Tensor | None]
+        found = _Plain.apply(route, x, h0, c0, lengths, *weights)
         return found
-    result = route.layer.forward(x, h0, c0, tuple(weights))
+    result = route.layer.forward(x, h0, c0, tuple(weights), lengths)
     return result[:3]
 
 
 class _Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: PlainRoute, x: Any, h0: Any, c0: Any, *weights: Any) -> Any:
-        output, h_n, c_n, cells, kept = route.layer.forward(x, h0, c0, weights)
-        ctx.save_for_backward(x, h0, c0, output, cells, kept, *weights)
+    def forward(
+        ctx: Any, route: PlainRoute, x: Any, h0: Any, c0: Any, lengths: Any, *weights: Any
+    ) -> Any:
+        output, h_n, c_n, cells, kept = route.layer.forward(x, h0, c0, weights, lengths)
+        ctx.save_for_backward(x, h0, c0, lengths, output, cells, kept, *weights)
         ctx.route = route
         ctx.set_materialize_grads(False)
         return output, h_n, c_n
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, h0, c0, output, cells, kept, *weights = ctx.saved_tensors
+        x, h0, c0, lengths, output, cells, kept, *weights = ctx.saved_tensors
         layer, constants = ctx.route
         needed = ctx.needs_input_grad
         if all(grad is None for grad in grads):
@@ -140,9 +145,13 @@ class _Plain(torch.autograd.Function):
                 (output, cells, kept),
                 needs_input=needed[1],
                 needs_states=needed[2] or needed[3],
+                lengths=lengths,
             )
-            return (None, direct.input_TBI, direct.h0_DBR, direct.c0_DBH, *direct.weights)
+            return (None, direct.input_TBI, direct.h0_DBR, direct.c0_DBH, None, *direct.weights)
         gates = [] if kept is None else [kept.view(layer.steps, layer.batch, -1)]
         result = LayerResult(output, h0, None, cells, gates)
-        arguments = (x, h0, c0, weights, None, None, None, None, *constants)
-        return (None, *_gradients(arguments, result, (*grads, None), needs_input=needed[1]))
+        arguments = (x, h0, c0, weights, None, lengths, None, None, *constants)
+        d_x, d_h0, d_c0, *d_weights = _gradients(
+            arguments, result, (*grads, None), needs_input=needed[1]
+        )
+        return (None, d_x, d_h0, d_c0, None, *d_weights)
