@@ -88,11 +88,9 @@ class _CrossEntropy(torch.autograd.Function):
         reduction: int,
         loan: Loan,
     ) -> Tensor:
-        chunks = []
-        for rows in _chunks(scores_NV):
-            log_RV = aten._log_softmax(scores_NV[rows], 1, False)
-            given = (log_RV, target_N[rows], None, NONE, ignore_index)
-            chunks.append(aten.nll_loss_forward(*given)[0])
+        chunks = [
+            _losses(scores_NV[rows], target_N[rows], ignore_index) for rows in _chunks(scores_NV)
+        ]
         loss, total = torch.cat(chunks), scores_NV.new_zeros(())
         if reduction != NONE:
             # As the log-softmax of a single class: torch adds them in the same order.
@@ -118,6 +116,13 @@ class _CrossEntropy(torch.autograd.Function):
             given = (scores_NV[rows], target_N[rows], total, of_rows, *ctx.asked)
             _gradient(*given, out=found[rows])
         return found, None, None, None, None
+
+
+def _losses(scores_RV: Tensor, target_R: Tensor, ignore_index: int) -> Tensor:
+    """Of each row; a function, so that a chunk's log-softmax is gone before the next is made."""
+    log_RV = aten._log_softmax(scores_RV, 1, False)
+    found: Tensor = aten.nll_loss_forward(log_RV, target_R, None, NONE, ignore_index)[0]
+    return found
 
 
 def _gradient(
