@@ -7,6 +7,7 @@ import ctypes
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from ecornn.kernels.persistent.gradients import (
 )
 from ecornn.kernels.persistent.model import describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
-from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile
+from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile, round_up
 from ecornn.spec import GATES
 
 needs_compiler = pytest.mark.skipif(
@@ -89,6 +90,34 @@ def test_compiles_for(
     code = build_for(arch, variant, place + KERNELS.index(kernel), monkeypatch)
     assert kernel.encode() in code
     assert resources(code).registers <= 255
+
+
+@needs_compiler
+@pytest.mark.parametrize(("arch", "kernel"), list(zip(CHIPS, KERNELS * len(CHIPS), strict=False)))
+def test_sizes_that_end_inside_a_tile_compile_for(
+    arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ranked(Request(kernel, "lstm", "bf16", 1000, 5), CHIPS[arch])
+    tile = next(g.tile for g in found if g.tile.ragged)
+    assert kernel.encode() in build_for(arch, tile.variant(arch), 0, monkeypatch)
+
+
+@pytest.mark.parametrize("hidden", [85, 384, 1000, 1024])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_tile_knows_whether_the_inner_dimension_ends_inside_it(kernel: str, hidden: int) -> None:
+    found = {g.tile for g in ranked(Request(kernel, "lstm", "bf16", hidden, 5), CHIPS["sm_90a"])}
+    assert found
+    for tile in found:
+        lanes = product(range(tile.owners), range(tile.k_warps), range(tile.chunks), range(4))
+        # as `k_of` in multiply.cuh
+        ends = [
+            ((rank * tile.k_warps + warp) * tile.chunks + c) * 4 * tile.vector
+            + (q + 1) * tile.vector
+            for rank, warp, c, q in lanes
+        ]
+        sections = tile.inner * round_up(hidden, tile.vector)
+        assert max(ends) >= sections
+        assert tile.ragged == (tile.grid and max(ends) > sections)
 
 
 @needs_compiler

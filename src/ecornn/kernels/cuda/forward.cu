@@ -3,7 +3,8 @@
 // blockIdx: x the block's units, y the group of sequences, z the direction. A launch runs `steps`
 // steps from `first_step` on, so that a long sequence can be cut into pieces.
 //
-// CELL 0 lstm, 1 gru, 2 tanh, 3 relu. FEATURES 1: there are lengths or resets.
+// CELL 0 lstm, 1 gru, 2 tanh, 3 relu. FEATURES 1: there are lengths or resets. RAGGED 1: warps have
+// more of the inner dimension than there is.
 #define BACKWARD 0
 #define GATES (CELL == 0 ? 4 : CELL == 1 ? 3 : 1)
 #define OUTER GATES

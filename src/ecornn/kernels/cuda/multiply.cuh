@@ -66,12 +66,16 @@ struct Multiplier : Memory {
       uint4 all;
       Element each[VEC];
     } v;
-    const int section = k / padded, first = k - section * padded;
+    int section = 0;  // counted: a division takes as long as all of these
+#pragma unroll
+    for (int i = 1; i <= INNER; ++i) section += k >= i * padded;
+    const int first = k - section * padded;
     const int gate = CELL == 1 ? (section + 2) % 3 : section;  // a GRU's stand as (n, r, z)
-    const Element* const column = matrix + size_t(gate) * hidden * hidden + unit;
+    // what fits on the chip has fewer than 2^32 elements
+    const u32 column = u32(gate * hidden + first) * u32(hidden) + unit;
 #pragma unroll
     for (int e = 0; e < VEC; ++e)
-      v.each[e] = section < INNER && first + e < hidden ? __ldg(column + size_t(first + e) * hidden)
+      v.each[e] = section < INNER && first + e < hidden ? __ldg(matrix + (column + e * u32(hidden)))
                                                         : Element(0);
     return v.all;
   }
@@ -259,40 +263,61 @@ struct Multiplier : Memory {
   static constexpr int VECTORS = CHUNKS * BATCH_TILES;
   static constexpr int PIECES = (VECTORS + AT_ONCE - 1) / AT_ONCE;
 
-  __device__ __forceinline__ bool wanted(int f) const {
-    return f < VECTORS && f / CHUNKS * 8 + g < sequences && k_of(f % CHUNKS) < INNER * padded;
+  // Where the lane's part of vector f lies. Of a sequence that is not there, the last one's: nobody
+  // reads the sums of that column. Beyond the inner dimension's end, its last part: see `await`.
+  __device__ __forceinline__ const Element* place_of(Published from, int f) const {
+    const int s = min(f / CHUNKS * 8 + g, sequences - 1), c = f % CHUNKS;
+    const u32 row = u32(s * from.stride + k_of(0));
+    return from.rows + row + (RAGGED ? min(c * CHUNK, INNER * padded - VEC - k_of(0)) : c * CHUNK);
   }
-  __device__ __forceinline__ uint4 load_vector(Published from, int f) const {
-    return load_relaxed(from.rows + size_t(f / CHUNKS * 8 + g) * from.stride + k_of(f % CHUNKS));
-  }
-  // A piece's vectors, whether they have arrived or not.
+  // A piece's vectors, whether they have arrived or not. No load is predicated: the compiler may
+  // load into other registers and choose between those and zero, and then each load is waited for
+  // before the next.
   __device__ __forceinline__ void request(uint4 (&v)[AT_ONCE], Published from, int piece) const {
+    const Element* row = nullptr;
 #pragma unroll
     for (int j = 0; j < AT_ONCE; ++j) {
+      const int f = piece * AT_ONCE + j;
       v[j] = make_uint4(0, 0, 0, 0);
-      if (wanted(piece * AT_ONCE + j)) v[j] = load_vector(from, piece * AT_ONCE + j);
+      if (f >= VECTORS) continue;
+      if (RAGGED) {
+        v[j] = load_relaxed(place_of(from, f));
+        continue;
+      }
+      if (j == 0 || f % CHUNKS == 0) {
+        row = place_of(from, f / CHUNKS * CHUNKS);
+        asm("" : "+l"(row));  // otherwise each load would reckon an address of its own
+      }
+      v[j] = load_relaxed(row + f % CHUNKS * CHUNK);
     }
+  }
+  __device__ __forceinline__ static bool arrived(const uint4 (&v)[AT_ONCE]) {
+    Marks marks;
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) marks.look(v[j]);
+    return !marks.any();
   }
   __device__ __forceinline__ void await(uint4 (&v)[AT_ONCE], Published from, int piece) {
     Patience patience;
-    while (true) {
-      u32 missing = 0;
+    // all lanes together, since they multiply together
+    while (!__all_sync(~0u, arrived(v))) {
+      if (__any_sync(~0u, given_up || give_up(patience))) break;
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j)
-        if (has_mark(v[j])) missing |= 1u << j;
-      if (!missing || (given_up || give_up(patience))) break;
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j)
-        if (missing & (1u << j)) v[j] = load_vector(from, piece * AT_ONCE + j);
+        if (has_mark(v[j])) v[j] = load_relaxed(place_of(from, piece * AT_ONCE + j));
     }
-    __syncwarp();
+    if (!RAGGED) return;
+#pragma unroll
+    for (int j = 0; j < AT_ONCE;
+         ++j)  // the weights are zeros there, but zero times infinity is not
+      if (k_of((piece * AT_ONCE + j) % CHUNKS) >= INNER * padded) v[j] = make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void multiply_published(float* partial, Published from) {
     uint4 v[2][AT_ONCE];
-    if (PIECES > 1 && wanted(0)) {
+    if (PIECES > 1) {
       // many loads that find nothing would stand in the way of the stores they wait for
       Patience patience;
-      while (has_mark(load_vector(from, 0)) && !give_up(patience)) {
+      while (has_mark(load_relaxed(place_of(from, 0))) && !give_up(patience)) {
       }
     }
     __syncwarp();

@@ -62,13 +62,28 @@ __device__ __forceinline__ u32 tf32_rest(u32 bits) {
 #endif
 
 // Whether one of the values is still the mark.
-__device__ __forceinline__ bool has_mark(uint4 v) {
+struct Marks {
+  u32 found = 0;
 #if DTYPE <= 1
-  u32 found = __vcmpeq2(v.x, ~0u) | __vcmpeq2(v.y, ~0u) | __vcmpeq2(v.z, ~0u) | __vcmpeq2(v.w, ~0u);
-  return found != 0;
+  // A half of x that is all ones is a half of ~x that is zero: taking one from it borrows into its
+  // highest bit, which x has. Two instructions a word; those that compare halves are emulated.
+  __device__ __forceinline__ void look(u32 x) { found |= (0xfffefffeu - x) & x; }
+  __device__ __forceinline__ bool any() const { return found & 0x80008000u; }
 #else
-  return max(max(v.x, v.y), max(v.z, v.w)) == ~0u;  // the mark is the largest number
+  __device__ __forceinline__ void look(u32 x) { found = max(found, x); }
+  __device__ __forceinline__ bool any() const { return found == ~0u; }  // the largest number
 #endif
+  __device__ __forceinline__ void look(uint4 v) {
+    // by itself first: one chain through many vectors would be waited for
+    Marks own;
+    own.look(v.x), own.look(v.y), own.look(v.z), own.look(v.w);
+    found = DTYPE <= 1 ? found | own.found : max(found, own.found);
+  }
+};
+__device__ __forceinline__ bool has_mark(uint4 v) {
+  Marks marks;
+  marks.look(v);
+  return marks.any();
 }
 
 // c[16×8] += a · b, over 16 half-precision or 8 TF32 inner elements

@@ -70,7 +70,7 @@ def measured(ask: Request) -> Geometry | None:
         numbers=ask.numbers,
         features=ask.features,
         **entry["tile"],
-    )
+    ).serving(ask.hidden)
     return Geometry(tile, entry["blocks"], entry["groups"], ask.directions, entry["group_batch"])
 
 
@@ -189,7 +189,7 @@ def _tiles(
                         *(row_tiles, register_tiles, k_chunks, batch_tiles, grid, cluster),
                         at_once=at_once,
                         features=ask.features,
-                    )
+                    ).serving(ask.hidden)
                     if registers(tile) <= min(255, 65536 // tile.threads):
                         fitting.append(tile)
                 # the estimate may be too low by some: then the next one does not spill

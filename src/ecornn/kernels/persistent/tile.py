@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ecornn.kernels.jit import Variant
@@ -44,6 +44,8 @@ class Tile:
     partial_buffers: int = 2
     at_once: int = 8
     features: bool = False
+    #: Whether blocks that exchange through L2 have more of the inner dimension than there is.
+    ragged: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -128,6 +130,13 @@ class Tile:
             chains = 4
         return self.row_tiles * chains * 4
 
+    def serving(self, hidden: int) -> Tile:
+        """The same for layers of so many units."""
+        chunk = CHUNK_BYTES // self.element_bytes
+        whole = self.owners * self.k_warps * self.chunks * chunk
+        ragged = self.grid and whole != self.inner * round_up(hidden, self.vector)
+        return replace(self, ragged=ragged)
+
     def variant(self, arch: str) -> Variant:
         constants = {
             "CELL": CELLS.index(self.cell),
@@ -144,6 +153,7 @@ class Tile:
             "PARTIAL_BUFFERS": self.partial_buffers,
             "AT_ONCE": self.at_once,
             "FEATURES": int(self.features),
+            "RAGGED": int(self.ragged),
             "SHARED_BYTES": self.shared_bytes,
         }
         return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))

@@ -136,7 +136,7 @@ def entry(ask: Request, geometry: Geometry, microseconds: float) -> dict[str, An
     request = asdict(ask)
     del request["features"]  # cost nothing that a tile depends on
     tile = asdict(geometry.tile)
-    for name in ("kernel", "cell", "numbers", "features"):
+    for name in ("kernel", "cell", "numbers", "features", "ragged"):
         del tile[name]
     return {
         "request": request,
