@@ -205,8 +205,9 @@ def predicted_peak(step: Step) -> int | None:
     step.clear()
     held = bytes_now(step)
     explained = explain()
-    # between several graphs the model runs operators that no graph knows of
-    found: int | None = explained.predicted_peak_bytes(held) if len(explained.graphs) == 1 else None
+    if explained.whole and len(explained.graphs) > 1:
+        return None  # between them the model runs operators that no graph knows of
+    found: int | None = explained.predicted_peak_bytes(held)
     if found is None:
         return None
     return max(found, held + gradients + optimizer_scratch(step))
