@@ -134,10 +134,10 @@ def _counted(target: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 def _without_numbers(value: Any) -> Any:
     """Of what an operator is given, what has a short text: keys are made of these."""
-    if isinstance(value, PLAIN):
-        return value
     if isinstance(value, Tensor):
         return TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+    if isinstance(value, PLAIN):
+        return value
     if isinstance(value, dict):
         return {key: _without_numbers(of) for key, of in value.items()}
     if isinstance(value, list | tuple):
