@@ -101,11 +101,11 @@ class Search:
                 break
             self.look_at(label, kept)
         for one in self.best():
-            for part in PARTS:
-                window = len(self.passes.backward) // part
-                if window > 2 and not self.half_tired:
-                    label = f"{one.plan.label}, a copy for {window} operations"
-                    self.look_at(label, one.plan.kept, window)
+            windows = (len(self.passes.backward) // part for part in PARTS)
+            for window in (*(w for w in windows if w > 2), 0):
+                if not self.half_tired:
+                    whom = f"{window} operations" if window else "each reader"
+                    self.look_at(f"{one.plan.label}, a copy for {whom}", one.plan.kept, window)
         return list(self.found.values())
 
     def _families(self, products: bool) -> Iterator[tuple[str, frozenset[int]]]:
