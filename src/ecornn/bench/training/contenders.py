@@ -89,6 +89,7 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
         *BUDGETS,
         AGGRESSIVE,
     ),
+    "plan": (ECHO,),
     PROFILED: (PROFILER,),
 }
 

@@ -197,6 +197,7 @@ NMT: Where = {**STEP, "model": ("nmt",)}
 NMT_50: Where = {**NMT, "length": (50,)}
 NMT_BATCH: Where = {"part": ("batch",), "size": ("full",), "model": ("nmt",)}
 CHECK: Where = {"part": ("check",), "size": ("full",)}
+PLAN: Where = {"part": ("plan",), "size": ("full",)}
 
 OURS = ("echo", "echo memory=min")
 OPTIONS = ("torch.compile", "budget=0.5", "budget=0.1", "aggressive")
@@ -235,4 +236,7 @@ ECHO_TARGETS: tuple[Target, ...] = (
         Bitwise("equal to the last bit", CHECK, at_least=1, metric="bitwise", contender=name)
         for name in ("echo codegen=eager", "echo memory=min codegen=eager")
     ),
+    Figure("planning", PLAN, at_least=15_000, metric="plan_nodes", contender="echo"),
+    Figure("planning", PLAN, at_most=10.0, metric="plan_s", contender="echo"),
+    Figure("plans near the best", PLAN, at_most=1.05, metric="plan_over_exact", contender="echo"),
 )
