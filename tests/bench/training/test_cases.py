@@ -69,7 +69,7 @@ class TestContenders:
         assert set(names) == {
             *("eager", "eager+graph", "checkpoint", "checkpoint+graph"),
             *("torch.compile", "budget=0.5", "budget=0.1", "aggressive"),
-            *("echo", "echo memory=min", "echo+graph"),
+            *("echo", "echo memory=min", "echo memory=0.5", "echo+graph"),
         }
         assert names[:2] == ["eager", "echo"], "the most telling first"
 

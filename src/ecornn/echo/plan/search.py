@@ -101,8 +101,12 @@ class Search:
                 break
             self.look_at(label, kept)
         for one in self.best():
-            windows = (len(self.passes.backward) // part for part in PARTS)
-            for window in (*(w for w in windows if w > 2), 0):
+            windows = [len(self.passes.backward) // part for part in PARTS]
+            windows = [window for window in windows if window > 2]
+            # inductor moves products that stand apart: estimates of those are the least certain
+            if not (self.prices.fuses and one.runs_products):
+                windows.append(0)
+            for window in windows:
                 if not self.half_tired:
                     whom = f"{window} operations" if window else "each reader"
                     self.look_at(f"{one.plan.label}, a copy for {whom}", one.plan.kept, window)
