@@ -69,7 +69,7 @@ class TestContenders:
         assert set(names) == {
             *("eager", "eager+graph", "checkpoint", "checkpoint+graph"),
             *("torch.compile", "budget=0.5", "budget=0.1", "aggressive"),
-            *("echo", "echo memory=min", "echo memory=0.5", "echo+graph"),
+            *("echo", "echo memory=min", "echo+graph"),
         }
         assert names[:2] == ["eager", "echo"], "the most telling first"
 
@@ -84,6 +84,8 @@ class TestContenders:
     def test_some_can_be_named(self) -> None:
         assert [c.name for c in contenders_for(self.step, "cuda", ["echo"])] == ["echo"]
         assert contenders_for(self.step, "cpu", ["eager+graph"]) == ()
+        (within,) = contenders_for(self.step, "cuda", ["echo memory=0.4"])
+        assert (within.kind, within.memory) == ("echo", 0.4)
         with pytest.raises(InvalidInput, match="contender"):
             contenders_for(self.step, "cuda", ["eco"])
 
