@@ -84,8 +84,8 @@ class TestContenders:
     def test_some_can_be_named(self) -> None:
         assert [c.name for c in contenders_for(self.step, "cuda", ["echo"])] == ["echo"]
         assert contenders_for(self.step, "cpu", ["eager+graph"]) == ()
-        (within,) = contenders_for(self.step, "cuda", ["echo memory=0.4"])
-        assert (within.kind, within.memory) == ("echo", 0.4)
+        (within,) = contenders_for(self.step, "cuda", ["echo memory=0.5"])
+        assert (within.kind, within.memory) == ("echo", 0.5)
         with pytest.raises(InvalidInput, match="contender"):
             contenders_for(self.step, "cuda", ["eco"])
 

@@ -94,7 +94,7 @@ class TestOptionsOfTorch:
     target = "peak_bytes of ours, as quick as budget=0.5, ÷ budget=0.5 ≤ 1"
 
     def judged(self, *ours: tuple[float, float]) -> tuple[str, Any]:
-        names = ("echo", "echo memory=min", "echo memory=0.4")
+        names = ("echo", "echo memory=min", "echo memory=0.5")
         rows = [row(NMT, name, *figures) for name, figures in zip(names, ours, strict=False)]
         return outcome(made_up(row(NMT, "budget=0.5", 10, 100), *rows), self.target, NMT)
 
