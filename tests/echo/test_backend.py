@@ -24,6 +24,7 @@ from ecornn.echo.backend import EchoBackend, choose_codegen, one_by_one
 from ecornn.echo.graph import read_graph
 from ecornn.echo.inductor import EchoPartitioner
 from ecornn.echo.options import Options, read_options
+from ecornn.echo.recorded import Recorded
 from ecornn.echo.report import GraphReport
 from ecornn.errors import InvalidInput
 from support.alive import Alive
@@ -212,7 +213,8 @@ def test_inference_needs_no_plan() -> None:
 def test_the_partitioners_key_covers_what_it_depends_on() -> None:
     def key(options: Options, calls: int = 1) -> Any:
         backend = EchoBackend(options, calls=calls)
-        partition = backend_module._Partition(backend, GraphReport("", "", "", options.memory))
+        told = GraphReport("", "", "", options.memory)
+        partition = backend_module._Partition(backend, told, Recorded(""))
         found = EchoPartitioner(partition, partition.key())
         assert pickle.loads(pickle.dumps(found)).uuid() == found.uuid()
         return found.uuid()

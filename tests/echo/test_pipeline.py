@@ -153,6 +153,28 @@ def test_what_is_rewritten_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert len(grads) == 5
 
 
+def test_torch_s_own_splits_of_large_graphs_are_made_only_if_ours_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "MOST_FOR_STOCK", 10)
+    model, x = Attention(steps=6), torch.randn(4, 40, 16)
+    decision, _ = run(model, x, compiler="inductor")
+    assert decision.chosen.plan is not None
+    assert decision.candidate("keep all").plan is not None
+    most = decision.candidate("keep all").estimate
+    assert decision.chosen.estimate.kept_bytes <= most.kept_bytes
+    assert decision.chosen.estimate.peak() <= most.peak()
+    assert dict(decision.refused)["torch's min-cut"].startswith("not tried")
+    wrong = iter([["gradient 0 is computed otherwise"]] * pipeline.TRIES)
+    monkeypatch.setattr(pipeline, "differences", lambda *_: next(wrong, []))
+    decision, grads = run(model, x)
+    assert decision.chosen.plan is None
+    assert decision.chosen.strategy == "keep all"
+    assert "computed otherwise" in str(decision.fallback)
+    for a, b in zip(grads, eager(model, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_where_every_split_is_wrong_none_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "differences", lambda *_: ["gradient 0 is computed otherwise"])
     with pytest.raises(NotUnderstood, match="keep all: not the same computation"):

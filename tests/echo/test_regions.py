@@ -260,7 +260,7 @@ def test_a_model_with_layers_that_torch_does_not_trace_is_divided(
     assert [graph.name for graph in told.graphs] == ["front"]
     assert "does not take recurrent layers" in str(told)
     assert "cross_entropy keeps only its scores" in str(told)
-    assert told.predicted_peak_bytes(held=0) is None
+    assert told.predicted_peak_bytes(held=0) is not None, told.not_predicted
     torch._dynamo.reset()
     whole = ecornn.compile(model, regions=())
     whole(*given)

@@ -17,6 +17,7 @@ from ecornn.bench.training.memory import allocated_peak, storage_bytes
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.inductor import OverBudget, Watched
 from ecornn.echo.options import AUTO
+from ecornn.echo.recorded import Recorded
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import GraphReport
 
@@ -155,7 +156,7 @@ def test_code_that_is_not_understood_is_told(line: str, told: str) -> None:
 def test_what_is_not_foretold_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     report = GraphReport("graph", "inductor", "asked for", AUTO)
     monkeypatch.setattr("ecornn.echo.inductor.compile_fx_inner", lambda *_, **__: object())
-    Watched(report, lambda: 1)(None, on_cuda((3, 4)))  # type: ignore[arg-type]
+    Watched(report, Recorded("", 1))(None, on_cuda((3, 4)))  # type: ignore[arg-type]
     assert report.predicted_peak_bytes is None
     assert report.not_foretold is not None
     assert "does not show its Python code" in report.not_foretold
@@ -175,7 +176,7 @@ def test_a_budget_that_is_not_met_after_all_is_told(monkeypatch: pytest.MonkeyPa
     report = GraphReport("graph", "inductor", "asked for", AUTO, limit_bytes=1024)
     code = SimpleNamespace(source_code=DOUBLED, constants={})
     monkeypatch.setattr("ecornn.echo.inductor.compile_fx_inner", lambda *_, **__: code)
-    run, inputs = Watched(report, lambda: 1), on_cuda((3, 4))
+    run, inputs = Watched(report, Recorded("", 1)), on_cuda((3, 4))
     run(None, inputs)  # type: ignore[arg-type]
     assert report.not_foretold == "the backward pass is not compiled yet"
     with pytest.warns(OverBudget, match="2,048 bytes are predicted, 1,024 were asked for"):

@@ -10,7 +10,7 @@ import torch
 from ecornn.bench.runners import tf32_where_it_is_faster
 from ecornn.bench.training.build import NotMeasurable, configured
 from ecornn.bench.training.cases import NAMED, ModelCase, make_case
-from ecornn.bench.training.contenders import CHECKPOINT, EAGER, ECHO, replayed
+from ecornn.bench.training.contenders import CHECKPOINT, EAGER, ECHO, ECHO_MIN, replayed
 from ecornn.bench.training.measure import EFFORTS, Measurement
 
 CUDA = torch.device("cuda")
@@ -77,3 +77,35 @@ def test_echo(contender: object) -> None:
 def test_echo_is_eager_s_when_it_draws_as_eager_does() -> None:
     metrics = measured(make_case("nmt-50", "check", tiny=True), ECHO)
     assert float(metrics["error"]) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["nmt-50", "lstm-lm", "speech"])
+@pytest.mark.parametrize("contender", [ECHO, ECHO_MIN], ids=lambda c: c.name)
+def test_the_peak_of_a_divided_model_is_foretold(name: str, contender: object) -> None:
+    """Of full size: what libraries take beside is a small share there alone."""
+    metrics = measured(make_case(name, "step"), contender)
+    predicted, peak = (float(metrics[m]) for m in ("predicted_peak_bytes", "peak_bytes"))
+    assert predicted == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU])
+def test_what_cudnn_reserves_grows_by_the_step(layer: type[torch.nn.RNNBase]) -> None:
+    """Measured at two short lengths, and compared with what a long one takes."""
+    from ecornn.echo.cudnn import handed_out, room_of_cudnn
+
+    steps, batch, hidden = 60, 48, 512
+    made = layer(hidden, hidden).cuda()
+    given = torch.zeros(steps, batch, hidden, device=CUDA)
+    state = torch.zeros(1, batch, hidden, device=CUDA)
+    lstm = layer is torch.nn.LSTM
+    mode, cells = (2, state.clone()) if lstm else (3, None)
+    options = (mode, hidden, 0, 1, False, 0.0, True, False, [], None)
+    weights = [weight.detach() for weight in made.parameters()]
+    room = room_of_cudnn(given, weights, 4, None, state, cells, *options)
+    before = handed_out(torch.device("cuda", 0))
+    output, *_, reserve, _ = torch.ops.aten._cudnn_rnn(
+        given, weights, 4, weights[0]._base, state, cells, *options
+    )
+    taken = handed_out(torch.device("cuda", 0)) - before
+    assert reserve.nbytes == pytest.approx(room.reserve, rel=0.02)
+    assert taken - output.nbytes - reserve.nbytes == pytest.approx(room.forward, rel=0.1, abs=2e6)

@@ -26,7 +26,7 @@ CaseNames = Annotated[
 ]
 Parts = Annotated[
     list[str] | None,
-    typer.Option(help="step, batch or check; several times.", show_default="step"),
+    typer.Option(help="step, batch, check or plan; several times.", show_default="step"),
 ]
 Contenders = Annotated[
     list[str] | None, typer.Option(help='Only this one, such as "eager"; several times.')

@@ -21,6 +21,7 @@ from ecornn._version import __version__
 from ecornn.echo import masks
 from ecornn.echo.options import Options, read_options
 from ecornn.echo.pipeline import Decision, Request, decide
+from ecornn.echo.recorded import Recorded, key_of
 from ecornn.echo.report import GraphReport, Report
 from ecornn.echo.rewrite import Modules
 
@@ -36,31 +37,36 @@ class EchoBackend:
     def __init__(self, options: Options, *, calls: int = 1, part: str = "") -> None:
         self.options, self.calls, self.part = options, calls, part
         self.report = Report()
+        #: What runs, for those who rehearse it; the latest last. None: nobody will.
+        self.recorded: list[Recorded] | None = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         codegen, why = choose_codegen(self.options.codegen, inputs)
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
         self.report.add(told)
-        partitioner = _Partition(self, told)
+        recorded = Recorded(key_of(module, inputs))
+        partitioner = _Partition(self, told, recorded)
         generate = _inductor if codegen == "inductor" else _eager
         try:
-            return generate(module, inputs, partitioner)
+            compiled = generate(module, inputs, partitioner)
         except BaseException:
             self.report.forget(told)  # it will never run; torch may try another one
             raise
+        if self.recorded is not None:
+            self.recorded.append(recorded)
+        return compiled
 
 
 class _Partition:
     """Splits the joint graph of one traced graph, and tells its report."""
 
-    def __init__(self, backend: EchoBackend, told: GraphReport) -> None:
-        self.backend, self.told = backend, told
-        self.forward_outputs: int | None = None  # of the graph, once it was split
+    def __init__(self, backend: EchoBackend, told: GraphReport, recorded: Recorded) -> None:
+        self.backend, self.told, self.recorded = backend, told, recorded
 
     def __call__(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **settings: Any
     ) -> Modules:
-        self.forward_outputs = num_fwd_outputs
+        self.recorded.results = num_fwd_outputs
         request = Request(self.backend.options.memory, self.backend.calls, settings)
         decision = decide(joint, inputs, num_fwd_outputs, request)
         self.told.decided(joint, decision)
@@ -98,9 +104,19 @@ def _eager(
 ) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
 
+    recorded = partition.recorded
+
+    def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        recorded.forward = one_by_one(module, inputs)
+        return recorded.forward
+
+    def backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        recorded.backward = one_by_one(module, inputs)
+        return recorded.backward
+
     compiler = aot_autograd(
-        fw_compiler=one_by_one,
-        bw_compiler=one_by_one,
+        fw_compiler=forward,
+        bw_compiler=backward,
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
@@ -139,7 +155,7 @@ def _inductor(
     # of compiled code, which is what takes long, stays.
     with functorch_config.patch(enable_autograd_cache=False):
         patches = {"custom_partitioner_fn": EchoPartitioner(partition, partition.key())}
-        watched = Watched(partition.told, lambda: partition.forward_outputs)
+        watched = Watched(partition.told, partition.recorded)
         compiled = compile_fx(module, inputs, inner_compile=watched, config_patches=patches)
     assert callable(compiled)
     return compiled

@@ -13,7 +13,8 @@ from ecornn.echo.backend import EchoBackend
 from ecornn.echo.explain import Explanation
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.options import Options, read_options
-from ecornn.echo.regions import Regions, alone, named
+from ecornn.echo.regions import Regions, named
+from ecornn.echo.twin import alone
 from ecornn.errors import EcornnError, InvalidInput
 
 
@@ -107,7 +108,8 @@ class CompiledModel(nn.Module):
     def explain(self) -> Explanation:
         """What is kept and what is made again, for every graph that was compiled so far."""
         regions: Regions = self._regions
-        return Explanation(regions.graphs(), regions.told(), whole=not regions.divided)
+        rehearse = regions.rehearsed if regions.divided else None
+        return Explanation(regions.graphs(), regions.told(), rehearse=rehearse)
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__["_modules"]["_orig_mod"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.report import Choice, Foretold, GraphReport, Value
 from ecornn.sizes import size_text
 
@@ -64,25 +65,47 @@ class Explanation:
     """Prints itself; `to_json()` and `to_html()` are for programs and for others."""
 
     def __init__(
-        self, graphs: Sequence[GraphReport], notes: Sequence[str] = (), *, whole: bool = True
+        self,
+        graphs: Sequence[GraphReport],
+        notes: Sequence[str] = (),
+        *,
+        rehearse: Callable[[], int] | None = None,
     ) -> None:
-        """`whole`: the graphs are all that the model runs."""
-        self.graphs, self.notes, self.whole = list(graphs), list(notes), whole
+        """`rehearse`: of a model of which only parts are compiled, the most that a step holds
+        beside what is there before it."""
+        self.graphs, self.notes, self._rehearse = list(graphs), list(notes), rehearse
+        #: Why a peak that was asked for is not predicted, where the reason is no graph's.
+        self.not_predicted: str | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Are the graphs all that the model runs?"""
+        return self._rehearse is None
 
     def predicted_peak_bytes(self, held: int | None = None) -> int | None:
         """The most that a forward and backward pass of the model holds. `held`: what is there when
         a step begins, weights and batch among it; by default the inputs of the graph alone, if it
         is one. Several graphs run once each, in the order in which they were compiled; what one has
-        returned is taken to stay, and what runs between them is not counted. None if some graph's
-        code is not known, or where parts of the model were compiled: then the rest runs without
-        Echo."""
+        returned is taken to stay, and what runs between them is not counted. Where only parts of
+        the model are compiled, a step like the first one is rehearsed. None if some graph's code is
+        not known, or the rehearsal is not possible; `not_predicted` says why."""
+        if self._rehearse is not None:
+            return None if held is None else self._rehearsed(held)
         told = [graph.foretold for graph in self.graphs]
-        known = self.whole and all(g.not_foretold is None and g.calls == 1 for g in self.graphs)
+        known = all(g.not_foretold is None and g.calls == 1 for g in self.graphs)
         if not told or not known or (held is None and len(told) > 1):
             return None
         found = [one for one in told if one is not None]
         start = found[0].inputs if held is None else held
         return start + _most_of_sequence(found)
+
+    def _rehearsed(self, held: int) -> int | None:
+        assert self._rehearse is not None
+        try:
+            return held + self._rehearse()
+        except NotUnderstood as error:
+            self.not_predicted = str(error)
+            return None
 
     def to_json(self) -> str:
         graphs = []

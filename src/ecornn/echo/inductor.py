@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.recorded import Recorded
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import Foretold, GraphReport
 from ecornn.echo.rewrite import Modules
@@ -43,12 +44,11 @@ class OverBudget(UserWarning):
 
 
 class Watched:
-    """Has inductor compile the passes of one graph, and replays its code to tell the report what
-    they will hold. `results`: how many of the forward pass's outputs are the model's, the others
-    being kept for the backward pass; None if there is none."""
+    """Has inductor compile the passes of one graph, writes down their code, and replays it to tell
+    the report what they will hold."""
 
-    def __init__(self, told: GraphReport, results: Callable[[], int | None]) -> None:
-        self.told, self._count_results = told, results
+    def __init__(self, told: GraphReport, recorded: Recorded) -> None:
+        self.told, self._recorded = told, recorded
         self._replay: Replay | None = None
         self._results: list[Any] = []
         self._kept: list[Any] = []
@@ -59,8 +59,10 @@ class Watched:
         try:
             code = _code_of(compiled)
             if settings.get("is_backward"):
+                self._recorded.backward = code
                 self._backward(code, inputs)
             else:
+                self._recorded.forward = code
                 self._forward(code, inputs, settings.get("static_input_idxs") or ())
         except NotUnderstood as error:
             self.told.foretold, self.told.not_foretold = None, str(error)
@@ -70,7 +72,7 @@ class Watched:
     def _forward(self, code: Code, inputs: Sequence[Any], weights: Sequence[int]) -> None:
         replay = self._replay = Replay(inputs)
         returned = replay.forward(code)
-        results = self._count_results()
+        results = self._recorded.results
         count = len(returned) if results is None else results
         kept, self._results, self._weights = returned[count:], returned[:count], frozenset(weights)
         # torch hands over tensors, then numbers, and takes numbers first

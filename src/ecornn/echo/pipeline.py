@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -33,8 +34,10 @@ STOCK: dict[str, Partitioner] = {
     "keep all": default_partition,
     "torch's min-cut": min_cut_rematerialization_partition,
 }
-#: Operations of a graph beyond which torch's min-cut is not tried: it took 18 s for 13,686.
-MOST_FOR_MIN_CUT = 6000
+#: Operations of a graph beyond which torch's own are not tried, unless all plans of ours are wrong:
+#: its min-cut took 18 s for 13,686, and to keep all 1.8 of 9.6 s for 15,126, which one of our own
+#: plans does as well.
+MOST_FOR_STOCK = 6000
 #: For "auto": of a peak. One that is lower by less than this is not worth any time; estimates are
 #: not as good as that.
 ALIKE = 0.02
@@ -114,7 +117,13 @@ def _decided(
         return _left_to_torch(module, inputs, forward_outputs, request, why)
     prices = _prices(passes, fuses=request.settings.get("compiler") == "inductor")
     refused: list[tuple[str, str]] = []
-    candidates = _stock(module, inputs, passes, prices, request, refused)
+    stock = partial(_stock, module, inputs, passes, prices, request, refused)
+    count = len(passes.graph.operations)
+    large = count > MOST_FOR_STOCK
+    candidates = [] if large else stock(tuple(STOCK))
+    if large:
+        why = f"not tried: it would take long for {count:,} operations"
+        refused.append(("torch's min-cut", why))
     there = {candidate.strategy: candidate.estimate for candidate in candidates}
     before = there["keep all"].peak(request.calls) if "keep all" in there else 0
     found, limits = plans_for(request.memory, passes, prices, request.calls, before)
@@ -123,7 +132,15 @@ def _decided(
         for one in found
         if one.plan.label not in there
     ]
-    chosen, modules = _first_that_is_right(module, passes, request, limits, candidates, refused)
+    right = partial(_first_that_is_right, module, passes, request, limits)
+    try:
+        chosen, modules = right(candidates, refused)
+    except NotUnderstood:
+        if not large:
+            raise
+        of_torch = stock(("keep all",))
+        chosen, modules = right(of_torch, refused)
+        candidates = [*of_torch, *candidates]
     return Decision(
         *(request, chosen, modules, tuple(candidates), tuple(refused), passes, prices, limits),
         fallback=None if chosen.plan else _failed(candidates, refused),
@@ -188,7 +205,7 @@ def _most_kept(request: Request, candidates: list[Candidate]) -> float:
     the passes is the same whoever runs them: nobody keeps more than torch would."""
     if request.settings.get("compiler") != "inductor" or request.memory.kind not in ("auto", "min"):
         return float("inf")
-    stock = (c.estimate.kept_bytes for c in candidates if c.modules is not None)
+    stock = (c.estimate.kept_bytes for c in candidates if c.strategy in STOCK)
     return min(stock, default=float("inf"))
 
 
@@ -205,15 +222,12 @@ def _stock(
     prices: Prices,
     request: Request,
     refused: list[tuple[str, str]],
+    names: Sequence[str],
 ) -> list[Candidate]:
     found = []
-    for name, partitioner in STOCK.items():
-        count = len(passes.graph.operations)
-        if partitioner is STOCK["torch's min-cut"] and count > MOST_FOR_MIN_CUT:
-            refused.append((name, f"not tried: it would take long for {count:,} operations"))
-            continue
+    for name in names:
         try:
-            modules = _partitioned(partitioner, module, inputs, passes.forward_outputs, request)
+            modules = _partitioned(STOCK[name], module, inputs, passes.forward_outputs, request)
             # torch's min-cut reads a buffer again after the forward pass has written to it (2.13)
             if wrong := differences(module, passes, modules):
                 refused.append((name, f"not the same computation: {wrong[0]}"))

@@ -8,26 +8,26 @@ one call keeps is there as many times when the backward passes begin.
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import RLock
-from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ecornn.echo.backend import EchoBackend
+from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
 from ecornn.echo.lean.needs import missing
 from ecornn.echo.lean.worth import Priced, Shares
 from ecornn.echo.options import Options
+from ecornn.echo.rehearse import ModelCall, rehearsed
 from ecornn.echo.report import GraphReport
+from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
 from ecornn.errors import InvalidInput
 
 #: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
@@ -67,6 +67,7 @@ class Regions:
         self.why_wet: str | None = None
         self.replaced = Replaced()
         self.shares = Shares()
+        self.first_call: ModelCall | None = None
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -123,15 +124,16 @@ class Regions:
         mode = Priced()
         self.why_wet = None
         try:
+            given = ModelCall.of(args, kwargs, device_of(self.model))
             with draws_kept():
                 twin = without_numbers(self.model, mode)
-                args, kwargs = tree_map(lambda value: _fake(value, mode), (args, kwargs))
+                args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
                 with _counted(twin) as counts, mode.layers_of(twin), mode, torch.no_grad():
                     twin(*args, **kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
-        self.shares = mode.shares
+        self.shares, self.first_call = mode.shares, given
         return counts
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
@@ -184,12 +186,27 @@ class Regions:
         inside = known is not None and part.__dict__.get("forward") is known[1]
         if known is None or (not inside and known[0] != part.forward):
             backend = EchoBackend(self.options, calls=calls, part=path or type(part).__name__)
+            backend.recorded = [] if path else None
             self._backends[path] = backend
             run = alone(part.forward if path else part)
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]
+
+    def rehearsed(self) -> int:
+        """The most that both passes of a call like the first one hold beside what is there before
+        it, by a rehearsal. Raises where that is not possible."""
+        if self.first_call is None:
+            raise NotUnderstood(self.why_wet or "not called yet")
+        parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
+        return rehearsed(self.model, self.first_call, parts, self._assumed if self.lean else None)
+
+    def _assumed(self) -> LeanFunctions:
+        """The functions that are replaced in a rehearsal."""
+        private = 0 < self.replaced.calls == self.replaced.private
+        lend = partial(AssumedLoan, private=private)
+        return LeanFunctions(Replaced(), rerun_layers=self._reruns_layers, lend=lend)
 
     def graphs(self) -> list[GraphReport]:
         return [told for backend in self._backends.values() for told in backend.report.graphs]
@@ -213,45 +230,6 @@ class Regions:
         if self.lean and self.replaced.layers:
             rest.append(f"that is estimated to take {self.shares.of_step:.1%} of a step")
         return [*found, "the rest of the model runs as it is written", *rest]
-
-
-def alone(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own around a part's `forward`, code object included: torch keeps what it
-    compiles by code object, a few for each, and parts of one class would push each other out."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    code = run.__code__.replace(co_name="region")
-    return FunctionType(code, run.__globals__, "region", None, run.__closure__)
-
-
-def _fake(value: Any, mode: FakeTensorMode) -> Any:
-    return mode.from_tensor(value) if isinstance(value, Tensor) else value
-
-
-def without_numbers(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy whose weights and buffers have no numbers, and that calls nobody's hooks: what it
-    keeps, counts or appends to, it does for itself."""
-    tensors = (*model.parameters(), *model.buffers())
-    memo: dict[int, Any] = {id(tensor): _fake(tensor, mode) for tensor in tensors}
-    twin: nn.Module = copy.deepcopy(model, memo)
-    for part in twin.modules():
-        part._forward_hooks.clear()
-        part._forward_pre_hooks.clear()
-    return twin
-
-
-@contextmanager
-def draws_kept() -> Iterator[None]:
-    """Python's and NumPy's generators stand afterwards where they stood; torch's do not move in a
-    run without numbers."""
-    before = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
 
 
 @contextmanager

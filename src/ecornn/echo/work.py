@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
@@ -32,6 +34,47 @@ class TensorLike:
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}{list(self.shape)}/{list(self.strides)}@{self.device.type}"
+
+
+@dataclass(frozen=True)
+class StorageLike:
+    """What a storage was: torch prints every byte of one."""
+
+    bytes: int
+    device: torch.device
+
+    def __repr__(self) -> str:
+        return f"storage[{self.bytes}]@{self.device.type}"
+
+
+@dataclass(frozen=True)
+class ArrayLike:
+    """What an array of NumPy was, without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __repr__(self) -> str:
+        return f"array:{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Other:
+    """Something of which only this is known: it is the same as itself."""
+
+    value: Any = field(repr=False)
+
+    def __repr__(self) -> str:
+        return f"{type(self.value).__qualname__} at {id(self.value):#x}"
+
+
+#: Say all that there is to say of them in a short text.
+PLAIN = (
+    *(int, float, complex, str, type(None), type(Ellipsis), type, range),
+    *(torch.SymInt, torch.SymFloat, torch.SymBool),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket, FunctionType, BuiltinFunctionType),
+)
 
 
 @dataclass(frozen=True)
@@ -90,18 +133,35 @@ def _counted(target: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _without_numbers(value: Any) -> Any:
+    """Of what an operator is given, what has a short text: keys are made of these."""
     if isinstance(value, Tensor):
         return TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+    if isinstance(value, PLAIN):
+        return value
     if isinstance(value, dict):
         return {key: _without_numbers(of) for key, of in value.items()}
     if isinstance(value, list | tuple):
         return tuple(_without_numbers(of) for of in value)
-    return value
+    if isinstance(value, slice):
+        return slice(*map(_without_numbers, (value.start, value.stop, value.step)))
+    if isinstance(value, torch.TypedStorage):
+        value = value._untyped_storage  # everything public of it warns
+    if isinstance(value, torch.UntypedStorage):
+        return StorageLike(value.nbytes(), torch.device(value.device))
+    if isinstance(value, np.ndarray):
+        return ArrayLike(value.shape, str(value.dtype))
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = ((one.name, _without_numbers(getattr(value, one.name))) for one in fields(value))
+        return (type(value).__qualname__, *parts)
+    return Other(value)
 
 
 def _leaves(value: Any) -> Iterator[TensorLike]:
     if isinstance(value, TensorLike):
         yield value
+    elif isinstance(value, dict):
+        for of in value.values():
+            yield from _leaves(of)
     elif isinstance(value, tuple):
         for of in value:
             yield from _leaves(of)

@@ -25,6 +25,7 @@ def test_names_and_sizes_are_told() -> None:
     assert str(make_case("gpt2", "check", tiny=True)) == "gpt2, B=2, checked, tiny"
     assert len({str(case) for case in EVERY}) == len(EVERY)
     assert [case.name for case in make_cases((), ["step"])] == list(NAMED)
+    assert [str(case) for case in make_cases((), ["plan"])] == ["nmt-70, B=128, planned"]
 
 
 def test_cases_are_chosen_by_their_fields() -> None:
@@ -83,6 +84,8 @@ class TestContenders:
     def test_some_can_be_named(self) -> None:
         assert [c.name for c in contenders_for(self.step, "cuda", ["echo"])] == ["echo"]
         assert contenders_for(self.step, "cpu", ["eager+graph"]) == ()
+        (within,) = contenders_for(self.step, "cuda", ["echo memory=0.5"])
+        assert (within.kind, within.memory) == ("echo", 0.5)
         with pytest.raises(InvalidInput, match="contender"):
             contenders_for(self.step, "cuda", ["eco"])
 

@@ -94,13 +94,14 @@ class TestOptionsOfTorch:
     target = "peak_bytes of ours, as quick as budget=0.5, ÷ budget=0.5 ≤ 1"
 
     def judged(self, *ours: tuple[float, float]) -> tuple[str, Any]:
-        names = ("echo", "echo memory=min")
+        names = ("echo", "echo memory=min", "echo memory=0.5")
         rows = [row(NMT, name, *figures) for name, figures in zip(names, ours, strict=False)]
         return outcome(made_up(row(NMT, "budget=0.5", 10, 100), *rows), self.target, NMT)
 
     def test_one_of_ours_is_as_quick_and_as_small(self) -> None:
         assert self.judged((9, 150), (10, 80)) == ("passed", 0.8)
         assert self.judged((9, 100), (20, 10)) == ("passed", 1.0)
+        assert self.judged((9, 150), (20, 10), (10, 70)) == ("passed", 0.7)
 
     def test_a_small_one_that_is_slow_does_not_count(self) -> None:
         assert self.judged((9, 150), (11, 10)) == ("failed", 1.5)

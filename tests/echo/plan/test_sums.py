@@ -31,6 +31,28 @@ def test_a_row_s_mean_is_kept_and_what_is_as_large_as_the_row_is_not() -> None:
     assert any("tanh" in operations[i].target for i in again)
 
 
+def averaged(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+    """Divided by how many there are: one number, made of another and of a number that is given."""
+    scores = torch.where(mask, (x @ w).tanh(), 0.5)
+    return (scores / mask.sum().float()).exp() @ w
+
+
+def test_a_single_number_is_kept_and_a_constant_is_not() -> None:
+    mask = torch.ones(32, 64, dtype=torch.bool)
+    joint = joint_of(averaged, leaf((32, 64)), leaf((64, 64)), mask)
+    passes = Passes(read_graph(joint), 1)
+    operations = passes.graph.operations
+    products = frozenset(i for i, op in enumerate(operations) if op.kind == "product")
+    kept = products - passes.backward
+    again = run_again(passes, kept)
+    (number,) = (i for i in again & passes.needed if "_to_copy" in operations[i].target)
+    constants = {i for i in again if not operations[i].uses}
+    more = with_sums(passes, kept)
+    assert number in more
+    assert constants
+    assert not constants & more
+
+
 def residual(x: Tensor, w: Tensor) -> Tensor:
     """What is added has half of the state's bytes, as under autocast."""
     for _ in range(12):

@@ -13,7 +13,10 @@ from ecornn.errors import InvalidInput
 #: "step"   time and memory of a training step, and the time until the first one is done
 #: "batch"  the largest batch that fits a limit of memory, and its samples a second
 #: "check"  loss, gradients and buffers against eager's, at equal seeds
-PARTS = ("step", "batch", "check")
+#: "plan"   how long Echo plans a large graph, and how near its plans of small ones are to the best
+PARTS = ("step", "batch", "check", "plan")
+#: Steps of the unrolled decoder, which make a joint graph of 15,113 nodes; of the tiny one.
+PLANNED = 70, 4
 #: What the profiler says of a step, of a batch and of a limit of memory; of another benchmark.
 PROFILED = "profile"
 LIMIT_GIB = 16.0
@@ -84,8 +87,7 @@ class ModelCase:
             said.append(f"B={self.batch}")
         if self.memory_gib is not None:
             said.append(f"in {self.memory_gib:g} GiB")
-        if self.part == "check":
-            said.append("checked")
+        said += {"check": ["checked"], "plan": ["planned"]}.get(self.part, [])
         if self.size != "full":
             said.append(self.size)
         return ", ".join(said)
@@ -122,7 +124,19 @@ def make_cases(
     for part in parts:
         if part not in PARTS:
             raise InvalidInput("part", repr(part), f"one of {', '.join(PARTS)}", "name one")
-    return tuple(make_case(name, part, tiny=tiny) for part in parts for name in names or NAMED)
+    found: list[ModelCase] = []
+    for part in parts:
+        if part == "plan":
+            found.append(planned_case(tiny=tiny))
+        else:
+            found += [make_case(name, part, tiny=tiny) for name in names or NAMED]
+    return tuple(found)
+
+
+def planned_case(*, tiny: bool = False) -> ModelCase:
+    """The one case of the part "plan"."""
+    size, length = ("tiny", PLANNED[1]) if tiny else ("full", PLANNED[0])
+    return ModelCase("nmt", "plan", task_named("nmt").size(size).batch, length, None, size)
 
 
 def _bad(name: str, got: Any, expected: str) -> InvalidInput:

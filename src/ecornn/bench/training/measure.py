@@ -27,6 +27,7 @@ from ecornn.bench.training.memory import (
     peak_bytes,
     storage_bytes,
 )
+from ecornn.bench.training.planning import Joint, beside_the_best, planned, unrolled_decoder
 
 WARM_UP_STEPS = 3
 SEED = 11
@@ -57,8 +58,12 @@ class Measurement:
     metrics: dict[str, float | str] = field(default_factory=dict)
     step: Step | None = None
     run: Callable[[], Any] | None = None
+    joint: Joint | None = None  # of the part "plan"
 
     def prepare(self) -> None:
+        if self.case.part == "plan":
+            self.joint = unrolled_decoder(self.case, self.device)
+            return
         if self.case.part == "batch":
             with limited_to(self.case.memory_gib or 0.0, self.device):
                 self._find_batch()
@@ -87,6 +92,9 @@ class Measurement:
 
     def measure(self) -> None:
         if self.case.part == "check":
+            return
+        if self.joint is not None:
+            self.metrics |= planned(self.joint) | beside_the_best()
             return
         step, run = self.step, self.run
         assert step is not None
@@ -205,8 +213,9 @@ def predicted_peak(step: Step) -> int | None:
     step.clear()
     held = bytes_now(step)
     explained = explain()
-    # between several graphs the model runs operators that no graph knows of
-    found: int | None = explained.predicted_peak_bytes(held) if len(explained.graphs) == 1 else None
+    if explained.whole and len(explained.graphs) > 1:
+        return None  # between them the model runs operators that no graph knows of
+    found: int | None = explained.predicted_peak_bytes(held)
     if found is None:
         return None
     return max(found, held + gradients + optimizer_scratch(step))

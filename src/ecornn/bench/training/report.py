@@ -61,6 +61,7 @@ TITLES = {
     "step": "{case}: a training step, median ± distance between the quartiles",
     "batch": "{case}: the largest batch that fits",
     "check": "{case}: loss, gradients and buffers beside eager's",
+    "plan": "{case}: the unrolled decoder, planned as a whole; plans of small graphs",
 }
 
 
@@ -129,5 +130,11 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("error of buffers", _number("state_error", "{:.1e}")),
         ("equal bits", _number("bitwise", "{:.0f}")),
         ("eager repeats its bits", _number("eager_repeats", "{:.0f}")),
+    ),
+    "plan": (
+        ("nodes", _number("plan_nodes", "{:,.0f}")),
+        ("planning s", _number("plan_s", "{:.1f}")),
+        ("worst peak ÷ the exact plan's", _number("plan_over_exact", "{:.3f}×")),
+        ("small graphs", _number("exact_graphs", "{:.0f}")),
     ),
 }

@@ -40,6 +40,7 @@ class Loan:
         self.counts: Counts = ()
 
     def end_of_call(self, *, seen_by_other_streams: bool) -> None:
+        """When the model's call is over and its names are gone."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
         self.counts = counts_of(tensor)
@@ -52,6 +53,21 @@ class Loan:
         if not self.private or torch._C._autograd._get_current_graph_task_keep_graph():
             return False
         return self.counts == _sole_owner(tensor._is_view())[1]
+
+
+class AssumedLoan(Loan):
+    """Of a tensor without numbers, whose references are not those of a real one: what was found for
+    a real one is taken to hold."""
+
+    def __init__(self, tensor: Tensor, *, private: bool) -> None:
+        super().__init__(tensor)
+        self._assumed = private
+
+    def end_of_call(self, *, seen_by_other_streams: bool) -> None:
+        self._tensor, self.private = None, self._assumed
+
+    def is_over(self, tensor: Tensor) -> bool:
+        return self.private
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ecornn.echo.lean.alone import Loan
 
@@ -31,6 +32,8 @@ CHUNK_BYTES = 8 * 2**20
 #: Chunks begin at multiples of so many rows. torch's kernels for CUDA add the entries of a row in
 #: an order that depends on where in 16 bytes it begins: this way it begins where it does for torch.
 ROWS_ALIGNED = 16
+#: Tensors without numbers are served as those that they stand for.
+PLAIN = (Tensor, FakeTensor)
 #: The targets that torch ignores by default.
 IGNORED = -100
 
@@ -51,7 +54,7 @@ class Call:
     def refusal(self) -> str | None:
         """Why the call is left to torch; None if it can be served."""
         scores, target = self.input, self.target
-        if type(scores) is not Tensor or type(target) is not Tensor:
+        if type(scores) not in PLAIN or type(target) not in PLAIN:
             return "not plain tensors"
         if scores.dim() != 2 or scores.shape[:1] != target.shape:
             return "other shapes than (N, V) and (N)"

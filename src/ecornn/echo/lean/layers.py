@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from ecornn.echo.lean.cross_entropy import PLAIN
 from ecornn.errors import InvalidInput
 
 LAYERS = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn", torch.rnn_relu: "rnn"}
@@ -25,7 +26,7 @@ FEWEST_BYTES = 2 * 2**20
 
 def refusal(args: Sequence[Any], kwargs: Any) -> str | None:
     """Why a call is left to torch; None if it can be run again."""
-    if kwargs or len(args) != 9 or type(args[0]) is not Tensor:
+    if kwargs or len(args) != 9 or type(args[0]) not in PLAIN:
         return "not called as torch.nn calls it"
     if any(leaf.is_inference() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
         return "made in inference mode: a change of it would not be seen"

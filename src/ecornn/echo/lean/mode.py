@@ -51,9 +51,15 @@ class Replaced:
 class LeanFunctions(TorchFunctionMode):
     """For one call of a model, in its thread."""
 
-    def __init__(self, replaced: Replaced, *, rerun_layers: bool = False) -> None:
+    def __init__(
+        self,
+        replaced: Replaced,
+        *,
+        rerun_layers: bool = False,
+        lend: Callable[[Tensor], Loan] = Loan,
+    ) -> None:
         super().__init__()
-        self.replaced, self.rerun_layers = replaced, rerun_layers
+        self.replaced, self.rerun_layers, self._lend = replaced, rerun_layers, lend
         self.loans: list[Loan] = []
         self.other_streams = False
 
@@ -80,7 +86,7 @@ class LeanFunctions(TorchFunctionMode):
             return F.cross_entropy(*args, **kwargs)
         self.replaced.calls += 1
         self.replaced.largest_bytes = max(self.replaced.largest_bytes, call.input.nbytes)
-        self.loans.append(Loan(call.input))
+        self.loans.append(self._lend(call.input))
         return call.carry_out(self.loans[-1])
 
     def _layer(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:

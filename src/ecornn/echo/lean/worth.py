@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.echo.analysis.machine import machine_of
+from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.graph import PRODUCTS
 from ecornn.echo.lean import layers
 from ecornn.echo.work import Work, work_of
@@ -42,26 +42,19 @@ class Shares:
         return 0 < self.of_step <= NEARLY_FREE
 
 
-class Priced(FakeTensorMode):
-    """Adds up the estimated times of operators. No mode of its own: torch compiles nothing under
-    those, and a model may compile parts of itself."""
+class Priced(WithoutNumbers):
+    """Adds up the estimated times of operators. No mode beside it: torch compiles nothing under
+    others, and a model may compile parts of itself."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self.shares = Shares()
-        self._depth = 0  # an operator may run others
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._depth += 1
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self._depth -= 1
-        if not self._depth and not func.is_view:
-            work = work_of(func, tuple(args), dict(kwargs or {}), result)
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
+        if not func.is_view:
+            work = work_of(func, tuple(args), dict(kwargs), result)
             product = func.overloadpacket.__name__ in PRODUCTS
             self.shares.seconds += machine_of(work.device).seconds(work, product=product)
-        return result
 
     @contextmanager
     def layers_of(self, model: nn.Module) -> Iterator[None]:

@@ -58,13 +58,12 @@ def plans_for(
     keep_all_peak: int = 0,
 ) -> tuple[list[Found], Limits]:
     """Every plan that was estimated, and the limits that were meant. `keep_all_peak`: of torch's
-    own way to keep all, which may differ a little from ours."""
+    own way to keep all, if that was tried; ours keeps every result that is read, which is more."""
     search = Search(passes, prices, calls)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
-    limits = limits_of(
-        memory, passes, max(search.peak(keep_all), keep_all_peak), prices.step_seconds
-    )
+    most = keep_all_peak or search.peak(keep_all)
+    limits = limits_of(memory, passes, most, prices.step_seconds)
     # the best few of the families, with as many of their groups as the limits call for
     for one in search.best():
         fits = limits.bytes

@@ -101,11 +101,15 @@ class Search:
                 break
             self.look_at(label, kept)
         for one in self.best():
-            for part in PARTS:
-                window = len(self.passes.backward) // part
-                if window > 2 and not self.half_tired:
-                    label = f"{one.plan.label}, a copy for {window} operations"
-                    self.look_at(label, one.plan.kept, window)
+            windows = [len(self.passes.backward) // part for part in PARTS]
+            windows = [window for window in windows if window > 2]
+            # inductor moves products that stand apart: estimates of those are the least certain
+            if not (self.prices.fuses and one.runs_products):
+                windows.append(0)
+            for window in windows:
+                if not self.half_tired:
+                    whom = f"{window} operations" if window else "each reader"
+                    self.look_at(f"{one.plan.label}, a copy for {whom}", one.plan.kept, window)
         return list(self.found.values())
 
     def _families(self, products: bool) -> Iterator[tuple[str, frozenset[int]]]:

@@ -1,0 +1,139 @@
+"""How much memory cuDNN's recurrent layers take beside their results: measured, at a short length.
+
+What a layer reserves for the backward pass, and its workspaces, are cuDNN's to choose, and grow
+with the length by the same bytes a step. So the layer is run for real on two lengths of a few
+steps, and what it would take at another length follows. What CUDA's allocator has handed out is
+read, so nobody's count of the peak is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ecornn.echo.graph import NotUnderstood
+
+#: Lengths that are run.
+SHORT = (2, 6)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that are kept for the backward pass, and those that each pass takes for a while."""
+
+    reserve: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A layer's call, without its numbers and its length."""
+
+    batch: int
+    features: int
+    weights: tuple[tuple[int, ...], ...]
+    stride0: int
+    states: tuple[int, ...]
+    cells: tuple[int, ...] | None
+    options: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_KNOWN: dict[Asked, tuple[Room, Room]] = {}
+
+
+def room_of_cudnn(
+    given: Tensor,
+    weights: list[Tensor],
+    stride0: int,
+    _buffer: Tensor | None,
+    hx: Tensor,
+    cx: Tensor | None,
+    *options: Any,
+) -> Room:
+    """The arguments of `aten._cudnn_rnn`."""
+    mode, hidden, projected, layers, batch_first, _dropout, train, bidirectional, packed, _ = (
+        options
+    )
+    if len(packed):
+        raise NotUnderstood("what cuDNN's layers take of a packed sequence is not known")
+    steps, batch = given.shape[1 if batch_first else 0], given.shape[0 if batch_first else 1]
+    cells = None if cx is None else tuple(cx.shape)
+    asked = Asked(
+        batch,
+        given.shape[2],
+        tuple(tuple(weight.shape) for weight in weights),
+        stride0,
+        tuple(hx.shape),
+        cells,
+        (mode, hidden, projected, layers, False, 0.0, train, bidirectional, (), None),
+        given.dtype,
+        given.device,
+    )
+    if asked not in _KNOWN:
+        if not torch.cuda.is_available():
+            raise NotUnderstood("what cuDNN's layers take is measured on a GPU, and none is here")
+        with _disable_current_modes(), torch.no_grad():
+            _KNOWN[asked] = measured(asked, SHORT[0]), measured(asked, SHORT[1])
+    return at_length(*_KNOWN[asked], steps)
+
+
+def at_length(short: Room, longer: Room, steps: int) -> Room:
+    def of(a: int, b: int) -> int:
+        return max(0, a + (b - a) * (steps - SHORT[0]) // (SHORT[1] - SHORT[0]))
+
+    return Room(
+        of(short.reserve, longer.reserve),
+        of(short.forward, longer.forward),
+        of(short.backward, longer.backward),
+    )
+
+
+def measured(asked: Asked, steps: int) -> Room:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=asked.dtype, device=asked.device)
+
+    given = zeros(steps, asked.batch, asked.features)
+    weights = [zeros(*shape) for shape in asked.weights]
+    mode, hidden, projected, layers, _, _, train, bidirectional, _, _ = asked.options
+    buffer = aten._cudnn_rnn_flatten_weight(
+        *(weights, asked.stride0, asked.features, mode, hidden),
+        *(projected, layers, False, bidirectional),
+    )
+    hx = zeros(*asked.states)
+    cx = None if asked.cells is None else zeros(*asked.cells)
+    call = (given, weights, asked.stride0, buffer, hx, cx)
+    before = handed_out(asked.device)
+    output, *states, reserve, _ = aten._cudnn_rnn(*call, *asked.options)
+    taken = handed_out(asked.device) - before
+    kept = _bytes(reserve)
+    forward = taken - kept - sum(map(_bytes, (output, *states)))
+    if not train:
+        return Room(kept, forward, 0)
+    arriving = torch.zeros_like(output)
+    before = handed_out(asked.device)
+    made = aten._cudnn_rnn_backward(
+        *(*call, output, arriving, None, None, *asked.options, reserve, [True] * 4)
+    )
+    taken = handed_out(asked.device) - before
+    of_weights = sum(weight.nbytes for weight in weights)
+    backward = taken - sum(map(_bytes, made[:3])) - of_weights
+    # the gradients of the input and of the weights are two calls, one workspace after the other
+    return Room(kept, forward, backward // 2)
+
+
+def handed_out(device: torch.device) -> int:
+    """Bytes, since the process began."""
+    return int(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"])
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else -(-tensor.nbytes // 512) * 512

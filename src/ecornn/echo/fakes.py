@@ -1,0 +1,105 @@
+"""`WithoutNumbers`: tensors without numbers, also for some operators of which torch itself cannot
+tell what they make then: the loss of speech models, and cuDNN's recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from ecornn.echo.cudnn import room_of_cudnn
+from ecornn.echo.graph import NotUnderstood
+
+aten = torch.ops.aten
+
+#: Of an operator's arguments: what it makes, and the bytes that it takes and gives back meanwhile.
+Fake = Callable[..., tuple[Any, int]]
+NOTHING: Mapping[Any, Fake] = {}
+
+
+class WithoutNumbers(FakeTensorMode):
+    """An operator may run others; `made` is told of what the outermost ones make, and of the bytes
+    that they take and give back on the way, as far as those are known."""
+
+    def __init__(self, also: Mapping[Any, Fake] = NOTHING) -> None:
+        """`also`: by operator, what it makes, and the bytes that it takes for a while."""
+        super().__init__(allow_non_fake_inputs=True)
+        self._depth = 0
+        self._ours = {**CTC, **also}
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        scratch, ours = 0, self._ours.get(getattr(func, "overloadpacket", None))
+        self._depth += 1
+        try:
+            if ours is not None:
+                with self:
+                    result, scratch = ours(*args, **(kwargs or {}))
+            else:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self.made(func, args, kwargs or {}, result, scratch)
+        return result
+
+
+def _use_cudnn_ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[bool, int]:
+    if targets.dim() == 1 and targets.dtype is torch.int32:
+        raise NotUnderstood("cuDNN's CTC loss does not tell what it holds")
+    return False, 0
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, *_: Any, **__: Any
+) -> tuple[tuple[Tensor, Tensor], int]:
+    """The table of paths is as wide as the longest text, and no text is longer than its row."""
+    if targets.dim() != 2 or log_probs.dim() != 3:
+        raise NotUnderstood("a CTC loss whose longest text is not known without numbers")
+    frames, batch, _classes = log_probs.shape
+    paths = log_probs.new_empty(batch, frames, 2 * targets.shape[1] + 1)
+    return (log_probs.new_empty(batch), paths), 0
+
+
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    """A second table of paths is there for a while."""
+    paths = rest[4]
+    return torch.empty_like(log_probs), paths.nbytes
+
+
+def _cudnn_rnn(*args: Any) -> tuple[tuple[Tensor, ...], int]:
+    from torch._meta_registrations import _cudnn_rnn as made_of
+
+    *made, _, buffer = made_of(*args)
+    room = room_of_cudnn(*args)
+    reserve = args[0].new_empty(room.reserve, dtype=torch.uint8)
+    return (*made, reserve, buffer), room.forward
+
+
+def _cudnn_rnn_backward(*args: Any) -> tuple[tuple[Any, ...], int]:
+    """All weights' gradients are parts of one memory."""
+    given, weights, _, _, hx, cx = args[:6]
+    flat = given.new_empty(sum(weight.numel() for weight in weights))
+    parts = flat.split([weight.numel() for weight in weights])
+    gradients = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+    of_cx = None if cx is None else torch.empty_like(cx)
+    made = torch.empty_like(given), torch.empty_like(hx), of_cx, gradients
+    # what the forward pass was called with: not its result and the gradients that arrive
+    return made, room_of_cudnn(*args[:6], *args[10:20]).backward
+
+
+CTC: dict[Any, Fake] = {
+    aten._use_cudnn_ctc_loss: _use_cudnn_ctc_loss,
+    aten._ctc_loss: _ctc_loss,
+    aten._ctc_loss_backward: _ctc_loss_backward,
+}
+#: What these take is measured on the GPU.
+CUDNN: dict[Any, Fake] = {
+    aten._cudnn_rnn: _cudnn_rnn,
+    aten._cudnn_rnn_backward: _cudnn_rnn_backward,
+}

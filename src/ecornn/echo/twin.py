@@ -1,0 +1,61 @@
+"""A model's twin: a copy without numbers, which can be run in its stead and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+
+def without_numbers(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy whose weights and buffers have no numbers, and that calls nobody's hooks: what it
+    keeps, counts or appends to, it does for itself."""
+    tensors = (*model.parameters(), *model.buffers())
+    memo: dict[int, Any] = {id(tensor): fake(tensor, mode) for tensor in tensors}
+    twin: nn.Module = copy.deepcopy(model, memo)
+    for part in twin.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return twin
+
+
+def fake(value: Any, mode: FakeTensorMode) -> Any:
+    return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Of its weights; of several, one that is no CPU."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    other = sorted(map(str, (device for device in devices if device.type != "cpu")))
+    return torch.device(other[0] if other else "cpu")
+
+
+@contextmanager
+def draws_kept() -> Iterator[None]:
+    """Python's and NumPy's generators stand afterwards where they stood; torch's do not move in a
+    run without numbers."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def alone(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own around a part's `forward`, code object included: torch keeps what it
+    compiles by code object, a few for each, and parts of one class would push each other out."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    code = run.__code__.replace(co_name="region")
+    return FunctionType(code, run.__globals__, "region", None, run.__closure__)

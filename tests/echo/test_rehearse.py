@@ -1,0 +1,189 @@
+"""A step of a divided model, rehearsed without numbers, holds what it holds when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ecornn
+from ecornn.bench.models.step import Step, make_step
+from ecornn.bench.training.measure import predicted_peak
+from ecornn.bench.training.memory import allocated_peak, held_bytes, peak_bytes
+from ecornn.echo import cudnn, fakes
+from ecornn.echo.cudnn import SHORT, Room, at_length, room_of_cudnn
+from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.lean import cross_entropy, layers
+from ecornn.echo.rehearse import Counted
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_step(name: str, **options: Any) -> Step:
+    step = make_step(name, size="tiny", device="cpu", batch=16)
+    step.run = ecornn.compile(step.model, **options)
+    for _ in range(2):
+        step()
+    return step
+
+
+def beside(step: Step) -> int:
+    """What both passes take, as they run."""
+
+    def passes() -> None:
+        step.loss().backward()
+
+    step.clear()
+    found = allocated_peak(passes)
+    step.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "off"),
+    # what a compiled pass gives up a moment earlier: 1,280 bytes
+    [("nmt", "auto", 0), ("nmt", "min", 1280), ("lstm-lm", "auto", 0), ("speech", "auto", 0)],
+)
+def test_every_byte_of_a_divided_model_is_foretold(name: str, memory: str, off: int) -> None:
+    """What oneDNN takes for itself is not seen: it runs convolutions alone here."""
+    with torch.backends.mkldnn.flags(enabled=name == "speech"):
+        step = compiled_step(name, memory=memory, codegen="eager")
+        explained = step.run.explain()  # type: ignore[attr-defined]
+        assert not explained.whole
+        assert explained.predicted_peak_bytes(held=1000) == 1000 + beside(step) + off
+        assert explained.predicted_peak_bytes() is None
+        assert predicted_peak(step) == pytest.approx(peak_bytes(step), rel=0.01)
+
+
+def test_functions_that_are_replaced_are_rehearsed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss, in place of its scores; a layer that is run again."""
+    monkeypatch.setattr(cross_entropy, "FEWEST_BYTES", 0)
+    found = {}
+    with torch.backends.mkldnn.flags(enabled=False):
+        for lean in (False, "layers"):
+            monkeypatch.setattr(layers, "FEWEST_BYTES", 0)
+            step = compiled_step("nmt", codegen="eager", lean=lean)
+            explained = step.run.explain()  # type: ignore[attr-defined]
+            found[lean] = explained.predicted_peak_bytes(held=0)
+            # kernels of the loss take a few hundred bytes for themselves
+            assert found[lean] == pytest.approx(beside(step), rel=0.01)
+    assert found["layers"] < 0.9 * found[False]
+
+
+def test_a_rehearsal_draws_nothing_and_leaves_gradients() -> None:
+    step = compiled_step("nmt", codegen="eager")
+    before = torch.get_rng_state(), [w.grad.clone() for w in step.model.parameters()]
+    assert step.run.explain().predicted_peak_bytes(0) is not None  # type: ignore[attr-defined]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    after = [weight.grad for weight in step.model.parameters()]
+    assert all(map(torch.equal, after, before[1]))
+
+
+def test_inductor_s_code_is_rehearsed() -> None:
+    pytest.importorskip("torch._inductor")
+    with torch.backends.mkldnn.flags(enabled=False):
+        step = compiled_step("nmt", codegen="inductor")
+        held = held_bytes(step)
+        predicted = step.run.explain().predicted_peak_bytes(held)  # type: ignore[attr-defined]
+        assert predicted == pytest.approx(held + beside(step), rel=0.05)
+
+
+class Moody(nn.Module):
+    """Its course depends on its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4 if x.sum() > 0 else 5):
+            x = self.part(x)
+        return x
+
+
+def test_what_cannot_be_rehearsed_has_a_reason() -> None:
+    compiled = ecornn.compile(Moody(), regions=["part"])
+    explained = compiled.explain()
+    assert explained.predicted_peak_bytes(0) is None
+    assert explained.not_predicted == "not called yet"
+    compiled(torch.ones(2, 4)).sum().backward()
+    explained = compiled.explain()
+    assert explained.predicted_peak_bytes(0) is None
+    assert "aten._local_scalar_dense" in str(explained.not_predicted)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = self.part(x)
+        return x
+
+
+def test_a_part_that_was_compiled_for_something_else_is_told() -> None:
+    compiled = ecornn.compile(Mixed())
+    compiled(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    explained = compiled.explain()
+    assert explained.predicted_peak_bytes(0) is not None
+    (backend,) = compiled._regions._backends.values()
+    backend.recorded.clear()
+    assert explained.predicted_peak_bytes(0) is None
+    assert "was not compiled for what it is called with" in str(explained.not_predicted)
+
+
+def layer_call(*, steps: int, batch: int, hidden: int) -> tuple[Any, ...]:
+    """The arguments of cuDNN's operator for an LSTM, on fake tensors of a GPU."""
+    shapes = [(4 * hidden, hidden), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)]
+    given = torch.empty(steps, batch, hidden, device="cuda")
+    weights = [torch.empty(shape, device="cuda") for shape in shapes]
+    state = torch.empty(1, batch, hidden, device="cuda")
+    buffer = torch.empty(sum(weight.numel() for weight in weights), device="cuda")
+    options = (2, hidden, 0, 1, False, 0.0, True, False, [], None)
+    return given, weights, 4, buffer, state, state.clone(), *options
+
+
+def test_cudnn_s_reserve_and_workspaces_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "room_of_cudnn", lambda *_: Room(10_240, 512_000, 1_024_000))
+    mode = Counted("cuda")
+    with mode:
+        call = layer_call(steps=8, batch=16, hidden=32)
+        before = mode.ledger.now
+        output, hy, cy, reserve, _ = torch.ops.aten._cudnn_rnn(*call)
+        made = output.nbytes + hy.nbytes + cy.nbytes + 10_240
+        assert mode.ledger.now - before == made
+        assert mode.ledger.most == mode.ledger.now + 512_000
+        arriving = torch.empty_like(output)
+        before = mode.ledger.now
+        gradients = torch.ops.aten._cudnn_rnn_backward(
+            *(*call[:6], output, arriving, None, None, *call[6:], reserve, [True] * 4)
+        )
+        weights = sum(weight.nbytes for weight in call[1])
+        assert [g.shape for g in gradients[3]] == [w.shape for w in call[1]]
+        assert mode.ledger.now - before == output.nbytes + hy.nbytes + cy.nbytes + weights
+        assert mode.ledger.most == mode.ledger.now + 1_024_000
+
+
+def test_what_cudnn_takes_at_a_length_follows_from_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    short, longer = Room(1_000, 50, 0), Room(1_000 + 4 * 300, 50 + 4 * 10, 400)
+    assert at_length(short, longer, SHORT[1]) == longer
+    assert at_length(short, longer, 50) == Room(1_000 + 48 * 300, 50 + 48 * 10, 4_800)
+    monkeypatch.setattr(cudnn, "_KNOWN", {})
+    with Counted("cuda"):
+        call = layer_call(steps=8, batch=16, hidden=32)
+        if not torch.cuda.is_available():
+            with pytest.raises(NotUnderstood, match="none is here"):
+                room_of_cudnn(*call)
+        packed = (*call[:14], [4, 4, 2], None)
+        with pytest.raises(NotUnderstood, match="packed"):
+            room_of_cudnn(*packed)
