@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ecornn.echo.lean import cross_entropy
+from ecornn.echo.lean import alone, cross_entropy
 from ecornn.echo.lean.mode import LeanFunctions, Replaced
 from support.alive import Alive
 
@@ -287,6 +288,26 @@ def test_what_is_got_hold_of_later_is_not_overwritten() -> None:
     before = kept.clone()
     loss.backward()
     assert torch.equal(kept, before)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_while_the_compiler_looks_at_frames_and_while_it_does_not(first: bool) -> None:
+    """Calls hold one reference more then. What was counted in one state must not be taken for the
+    other: a holder would be overlooked, or memory not be saved."""
+    alone._sole_owner.cache_clear()
+    for watched in (first, not first):
+        before = set_eval_frame(False if watched else None)
+        try:
+            for keep, private in ((False, 1), (True, 0)):
+                lean = Lean()
+                loss, *scores = lean(scored, keep=keep)
+                copies = [one.detach().clone() for one in scores]
+                loss.backward()
+                assert lean.replaced.private == private
+                assert all(torch.equal(*pair) for pair in zip(scores, copies, strict=True))
+        finally:
+            set_eval_frame(before)
+    assert alone._sole_owner.cache_info().currsize > 0
 
 
 def test_what_another_operator_kept_is_not_overwritten() -> None:

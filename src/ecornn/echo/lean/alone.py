@@ -45,14 +45,14 @@ class Loan:
         assert tensor is not None
         self.counts = counts_of(tensor)
         if not seen_by_other_streams and _is_plain(tensor):
-            self.private = self.counts == _sole_owner(tensor._is_view())[0]
+            self.private = self.counts == _sole_owner(tensor._is_view(), _held_by_a_call())[0]
 
     def is_over(self, tensor: Tensor) -> bool:
         """Within a backward pass: is this the last that will ever be read of the tensor?"""
         self.counts = counts_of(tensor)
         if not self.private or torch._C._autograd._get_current_graph_task_keep_graph():
             return False
-        return self.counts == _sole_owner(tensor._is_view())[1]
+        return self.counts == _sole_owner(tensor._is_view(), _held_by_a_call())[1]
 
 
 class AssumedLoan(Loan):
@@ -76,10 +76,21 @@ def _is_plain(tensor: Tensor) -> bool:
     return whole and type(tensor) is Tensor and not tensor.is_leaf
 
 
+def _held_by_a_call() -> int:
+    """References to an argument while a function of Python runs: one more as long as torch's
+    compiler looks at frames anywhere in the process, because calls are not inlined then."""
+    return _references(object())
+
+
+def _references(value: object) -> int:
+    return sys.getrefcount(value)
+
+
 @cache
-def _sole_owner(view: bool) -> tuple[Counts, Counts]:
-    """The counts at the end of a call and in the backward pass, of a tensor that nobody has. In a
-    thread of its own: hooks and modes of the caller's would hold the tensor as well."""
+def _sole_owner(view: bool, held_by_a_call: int) -> tuple[Counts, Counts]:
+    """The counts at the end of a call and in the backward pass, of a tensor that nobody has, while
+    calls hold so much. In a thread of its own: hooks and modes of the caller's would hold the
+    tensor as well."""
     found: list[Counts] = []
     thread = Thread(target=_keep_and_count, args=(view, found))
     thread.start()
