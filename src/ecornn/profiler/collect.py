@@ -28,6 +28,14 @@ from ecornn.profiler.kept import (
     running_node,
     tensors_alive,
 )
+from ecornn.profiler.observation import (
+    NobodyCounts,
+    Observation,
+    compiled_notes,
+    elsewhere_notes,
+    no_history_notes,
+    packed_notes,
+)
 from ecornn.profiler.operators import (
     COMPILED,
     SCALARS,
@@ -85,6 +93,8 @@ class Collector(TorchDispatchMode):
         self.times: list[tuple[str, str, str]] = []
         #: Writes down the forward pass, where that was asked for.
         self.trace: Trace | None = None
+        #: Why the allocator's history was not read in the place of all this, if that was wanted.
+        self.no_history: str | None = None
         self.saw_backward = False
         self.saw_compiled = False
         self._lines = Lines()
@@ -152,6 +162,22 @@ class Collector(TorchDispatchMode):
                     self.see_others()
         finally:
             self.close()
+
+    def observation(self) -> Observation:
+        return Observation(
+            self.ledger.device,
+            sorted(self.ledger.records, key=lambda record: record.born),
+            self.times,
+            NobodyCounts() if self.allocator is None else self.allocator,
+            [
+                *([] if self.untold is None else [self.untold]),
+                *no_history_notes(self.no_history),
+                *elsewhere_notes(self.ledger.elsewhere),
+                *compiled_notes(saw_compiled=self.saw_compiled, unread=self.unread),
+                *packed_notes(self.graph.packed),
+            ],
+            self.trace,
+        )
 
     def close(self) -> None:
         """Take away every hook."""

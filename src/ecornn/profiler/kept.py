@@ -46,13 +46,19 @@ class Starts:
     `torch.autograd` call the engine is replaced meanwhile.
     """
 
-    def __init__(self, tell: Callable[[list[Any]], None]) -> None:
+    def __init__(
+        self, tell: Callable[[list[Any]], None], ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """`ended` is called when it has, also if it raised."""
         engine: Callable[..., Any] = getattr(torch.autograd, _ENTRY)
 
         def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             # A root is a tensor, or an edge: a node and the number of its result.
             tell([getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs])
-            return engine(outputs, *args, **kwargs)
+            try:
+                return engine(outputs, *args, **kwargs)
+            finally:
+                ended()
 
         self._engine = engine
         setattr(torch.autograd, _ENTRY, run)
@@ -64,8 +70,13 @@ class Starts:
 class Graph:
     """Visits each node once, however often it is met."""
 
-    def __init__(self, tell: Callable[[Any, Tensor], None]) -> None:
-        self._tell = tell
+    def __init__(
+        self,
+        tell: Callable[[Any, Tensor], None],
+        met: Callable[[int, Any], None] | None = None,
+    ) -> None:
+        """`tell`: of a node and what it keeps; `met`: of every node and its number."""
+        self._tell, self._met = tell, met
         self._visited: set[int] = set()
         self._saved_names: dict[type, tuple[str, ...]] = {}
         self._gathering: dict[type, bool] = {}
@@ -84,7 +95,9 @@ class Graph:
             found.append((number, node))
             waiting += [following for following, _ in node.next_functions if following is not None]
         # In the order of the forward pass.
-        for _, node in sorted(found, key=lambda pair: pair[0]):
+        for number, node in sorted(found, key=lambda pair: pair[0]):
+            if self._met is not None:
+                self._met(number, node)
             for tensor in filter(within_reach, self._saved(node)):
                 self._tell(node, tensor)
 

@@ -1,6 +1,7 @@
 """`MemoryReport`: where the memory of one step went, as values.
 
-Time is counted in operators. Time 0 is before the step; at time `t` the `t`-th operator runs. A
+Time is counted in operators, or in allocations where the allocator's own history was read. Time 0
+is before the step; at time `t` the `t`-th operator runs, or the `t`-th allocation is made. A
 storage is alive at the times `born` … `freed - 1`, or to the end where `freed` is None.
 
 How the rows add up. Every byte at `peak_time` stands in exactly one row:
@@ -58,13 +59,15 @@ class Held:
     bytes: int
     #: With the allocator's rounding; `bytes` where there is none.
     allocated_bytes: int
+    #: Empty, as `dtype` is, where it is not known: only the allocator has seen it.
     shape: tuple[int, ...]
     dtype: str
     kind: str
     #: Path of the module it belongs to, or in whose call it was made; "" is the model itself, and
     #: everything outside of it.
     module: str
-    #: Such as "aten.addmm"; "" if it was there before the step.
+    #: Such as "aten.addmm"; where operators were not observed, the function that called it,
+    #: "functional.relu", or the node of the backward pass; "" if it was there before the step.
     operator: str
     #: Innermost line outside of torch, "path/file.py:12 in forward"; "" if there was none.
     line: str
@@ -79,7 +82,7 @@ class Held:
     def made_of(cls, fields: dict[str, Any]) -> Held:
         """From all fields: a step has thousands, and the usual way takes four times as long."""
         held = object.__new__(cls)
-        held.__dict__.update(fields)
+        object.__setattr__(held, "__dict__", fields)
         return held
 
     def alive_at(self, time: int) -> bool:
@@ -146,6 +149,8 @@ class MemoryReport:
     error: str | None = None
     #: Name of the device, versions.
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: What one time is: an "operator" or an "allocation".
+    unit: str = "operator"
     #: By module, most feature maps first; empty unless the profile was asked for it.
     what_if: tuple[WhatIf, ...] = ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -12,18 +12,32 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ecornn.profiler.storages import Ledger, within_reach
+from ecornn.profiler.operators import tensors_in
+from ecornn.profiler.storages import within_reach
 
 OUTSIDE = "a parameter outside of the model"
-#: A storage that has two roles is counted under the first.
-ORDER = ("weights", "optimizer state", "gradients", "inputs", "other", "")
+
+
+class Book(Protocol):
+    """Where it is written down what a tensor's storage is for."""
+
+    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None: ...
+
+    def handed(self, tensor: Tensor) -> None: ...
 
 
 class Roles:
     """Looks at the model and at every optimizer that is given or takes a step meanwhile."""
 
-    def __init__(self, ledger: Ledger, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        self._ledger, self._model = ledger, model
+    def __init__(
+        self,
+        book: Book,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`moved` is told that an optimizer's step begins or ends."""
+        self._book, self._model, self._moved = book, model, moved
         self._optimizers: list[Optimizer] = []
         #: How many optimizers are inside `step`.
         self.stepping = 0
@@ -88,35 +102,25 @@ class Roles:
     def _mark(
         self, tensor: Tensor, role: str, text: str, module: str, *, before: bool = False
     ) -> None:
-        """`before`: if nobody has seen it yet, it was there before the step."""
-        if not within_reach(tensor):
-            return
-        if before:
-            self._ledger.given(tensor, role, text, module)
-        else:
-            self._ledger.made(tensor, module, "", None)
-        for record in self._ledger.records_of(tensor):
-            # Tied weights stand under their first name.
-            if ORDER.index(role) < ORDER.index(record.role) or not record.role_text:
-                record.role, record.role_text, record.module = role, text, module
+        if within_reach(tensor):
+            self._book.mark(tensor, role, text, module, before=before)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not any(one is optimizer for one in self._optimizers):
             self._add(optimizer, before=True)
         self.stepping += 1
+        self._moved()
 
     def _after_step(self, *_: Any) -> None:
         self.stepping -= 1
+        self._moved()
 
     def inputs(self, tensors: Iterable[Any]) -> None:
         """What is handed to the model from outside."""
-        for tensor in tensors:
+        for tensor in tensors_in(tensors):
             # What an operator with a derivative made is no input.
-            made_here = isinstance(tensor, Tensor) and tensor.grad_fn is not None
-            if isinstance(tensor, Tensor) and not made_here and within_reach(tensor):
-                for record in self._ledger.records_of(tensor):
-                    if not record.role and not record.module:
-                        record.role, record.role_text = "inputs", "handed to the model"
+            if tensor.grad_fn is None and within_reach(tensor):
+                self._book.handed(tensor)
 
     def close(self) -> None:
         """Once more: weights may have been replaced, and state made."""

@@ -23,6 +23,8 @@ _COMPRESSED = {
 }
 
 STRIDED = torch.strided
+#: A storage that has two roles is counted under the first.
+ROLES = ("weights", "optimizer state", "gradients", "inputs", "other", "")
 #: Of these a tensor is itself what has the storage, unless it is sparse.
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -65,8 +67,9 @@ class Record:
     """What will become a `Held`."""
 
     bytes: int
+    #: Empty and None where only the allocator has seen it.
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     module: str
     operator: str
     line: tuple[Any, int] | None
@@ -78,6 +81,15 @@ class Record:
     role: str = ""
     role_text: str = ""
     kept_by: list[str] = field(default_factory=list)
+
+    def take_role(self, role: str, text: str, module: str) -> None:
+        # Tied weights stand under their first name.
+        if ROLES.index(role) < ROLES.index(self.role) or not self.role_text:
+            self.role, self.role_text, self.module = role, text, module
+
+    def was_handed_over(self) -> None:
+        if not self.role and not self.module:
+            self.role, self.role_text = "inputs", "handed to the model"
 
 
 class _Watch(weakref.ref[Any]):
@@ -135,6 +147,19 @@ class Ledger:
                 record = self._open(part, storage, module, "", None, born=0)
                 if record is not None:
                     record.role, record.role_text = role, text
+
+    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
+        """`before`: if nobody has seen it yet, it was there before the step."""
+        if before:
+            self.given(tensor, role, text, module)
+        else:
+            self.made(tensor, module, "", None)
+        for record in self.records_of(tensor):
+            record.take_role(role, text, module)
+
+    def handed(self, tensor: Tensor) -> None:
+        for record in self.records_of(tensor):
+            record.was_handed_over()
 
     def made(
         self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None

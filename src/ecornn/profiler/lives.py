@@ -1,0 +1,152 @@
+"""From a history to one record for every allocation, and which one a tensor lay in.
+
+An address is lent again and again. What the program tells of a tensor is therefore told with a
+number: numbers are counted up and stand beside what the allocator does, so that of all that lay at
+the address, the one meant is the last before that number was passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ecornn.profiler.history import History
+from ecornn.profiler.places import file_line, passed_over_file
+from ecornn.profiler.storages import Record
+
+#: Before all that is recorded.
+FIRST = -1
+
+
+class Mark(NamedTuple):
+    phase: str
+    module: str
+    #: Of the backward pass: the node that runs.
+    node: str = ""
+
+
+class Marks:
+    """What the program was doing, by the number that stands beside what the allocator did."""
+
+    #: Of all that are ever made: threads of autograd's are told last what the profile before said.
+    _next = count(1)
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.said: dict[int, Mark] = {}
+        self._now, self._last = Mark("forward", ""), next(self._next)
+
+    def set(self, mark: Mark) -> None:
+        self._now = mark
+        self._last = number = next(self._next)
+        self.said[number] = mark
+        self._say(str(number))
+
+    def passed(self) -> int:
+        """A number between what was done until now and what follows."""
+        number = self._last
+        self.set(self._now)
+        return number
+
+
+class Lives:
+    """`records`: what was there before (born at time 0), then every allocation, each at a time of
+    its own. What ends between two allocations is there at the time of the first, so that the most
+    that is alive at any time is the most there ever was."""
+
+    def __init__(self, history: History, said: Mapping[int, Mark]) -> None:
+        #: At each time from 1: operator, module, phase.
+        self.times: list[tuple[str, str, str]] = []
+        #: At each time from 0: what the allocator has taken from the device.
+        self.reserved: list[int] = [0]
+        self._before: list[Record] = []
+        self._made: list[Record] = []
+        #: By address, in order: the number that had been passed, and what came to lie there.
+        self._at: dict[int, list[tuple[int, Record]]] = {}
+        alive, reserved = self._follow(history.events, said)
+        for address in history.in_use.keys() - alive.keys():
+            self._was_before(address, history.in_use[address])
+        self.reserved = [history.reserved - reserved + one for one in self.reserved]
+        self.records = self._before + self._made
+
+    def _follow(
+        self, events: Sequence[Mapping[str, Any]], said: Mapping[int, Mark]
+    ) -> tuple[dict[int, Record], int]:
+        """What is alive at the end, by address, and how much more is reserved than before."""
+        nothing, place_of = Mark("forward", ""), Places().of
+        alive: dict[int, Record] = {}
+        passed, time, reserved = FIRST + 1, 0, 0
+        for event in events:
+            action = event["action"]
+            if action == "alloc":
+                address, told = event["addr"], event.get("user_metadata", "")
+                number = int(told) if told.isdecimal() else 0
+                mark = said.get(number)
+                if mark is None:
+                    mark = nothing
+                elif number > passed:
+                    passed = number
+                operator, line = place_of(event.get("frames", ()))
+                phase, module, node = mark
+                operator = node or operator
+                time += 1
+                self.times.append((operator, module, phase))
+                self.reserved.append(reserved)
+                record = Record(event["size"], (), None, module, operator, None, time, None, line)
+                alive[address] = record
+                self._at.setdefault(address, []).append((passed, record))
+                self._made.append(record)
+            elif action == "free_requested":
+                address = event["addr"]
+                found = alive.pop(address, None) or self._was_before(address, event["size"])
+                found.freed = time + 1
+            elif action in ("segment_alloc", "segment_map"):
+                reserved += event["size"]
+            elif action in ("segment_free", "segment_unmap"):
+                reserved -= event["size"]
+        return alive, reserved
+
+    def _was_before(self, address: int, size: int) -> Record:
+        record = Record(size, (), None, "", "", None, 0)
+        self._at.setdefault(address, []).insert(0, (FIRST, record))
+        self._before.append(record)
+        return record
+
+    def find(self, address: int, passed: int) -> Record | None:
+        """What lay at the address when the marks had come to that number."""
+        found = None
+        for number, record in self._at.get(address, ()):
+            if number > passed:
+                break
+            found = record
+        return found
+
+
+class Places:
+    """Each file and line is looked at once."""
+
+    def __init__(self) -> None:
+        self._functions: dict[tuple[str, str], str] = {}
+        self._lines: dict[tuple[str, int], str] = {}
+
+    def of(self, frames: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """The function that took the memory, such as "functional.relu", and the innermost line
+        outside of torch and of this package's layers."""
+        if not frames:
+            return "", ""
+        first = (frames[0]["filename"], frames[0]["name"])
+        function = self._functions.get(first)
+        if function is None:
+            function = f"{Path(first[0]).stem}.{first[1]}"
+            self._functions[first] = function
+        for frame in frames:
+            file = frame["filename"]
+            if not passed_over_file(file):
+                key = (file, frame["line"])
+                line = self._lines.get(key)
+                if line is None:
+                    line = self._lines[key] = file_line(*key, frame["name"])
+                return function, line
+        return function, ""

@@ -1,0 +1,67 @@
+"""What an allocator counts, from its history.
+
+Each allocation takes its bytes in blocks of 512. Blocks too small to be split are larger than that;
+by how much is known when the history begins, and at the peak, which the allocator itself counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ecornn.profiler.allocator import rounded
+from ecornn.profiler.history import History
+from ecornn.profiler.model import Row
+from ecornn.profiler.observation import Beside, Bytes
+from ecornn.profiler.storages import Record
+
+#: Of the peak: what the events and the allocator's own count may differ by without a word.
+APART = 0.01
+
+
+class HistoryCounts:
+    def __init__(self, history: History, reserved: Sequence[int], driver: int) -> None:
+        """`reserved`: at each time."""
+        self._history, self._reserved, self._driver = history, reserved, driver
+
+    def beside(self, tensors: Bytes, padding: Bytes, modules: Sequence[str]) -> Beside:
+        blocks = tensors + padding
+        time = int(np.argmax(blocks))
+        peak = self._history.peak
+        rounding = padding + np.minimum(self._unsplit_before(blocks), peak - blocks)
+        rounding[time] = peak - tensors[time]
+        rows = [
+            Row("", "rounding", int(rounding[time]), 0),
+            Row("", "reserved, unused", max(0, self._reserved[time] - peak), 0),
+            Row("", "driver", self._driver, 0),
+        ]
+        return Beside(time, {"rounding": rounding}, [row for row in rows if row.bytes])
+
+    def _unsplit_before(self, blocks: Bytes) -> int:
+        return self._history.allocated_before - int(blocks[0])
+
+    def notes(self, records: Sequence[Record]) -> list[str]:
+        notes = []
+        if self._history.cut_off:
+            notes.append(
+                "the allocator did more than is kept of its history: what happened first is"
+                " missing, and the rows are wrong; profile a shorter part"
+            )
+        counted, peak = _most(records), self._history.peak
+        if abs(counted - peak) > APART * peak:
+            notes.append(
+                f"the allocator's history adds up to {counted:,} bytes at most, its own count to"
+                f" {peak:,}: the difference stands under rounding"
+            )
+        return notes
+
+
+def _most(records: Sequence[Record]) -> int:
+    changes: dict[int, int] = {}
+    for record in records:
+        count = rounded(record.bytes)
+        changes[record.born] = changes.get(record.born, 0) + count
+        if record.freed is not None:
+            changes[record.freed] = changes.get(record.freed, 0) - count
+    return int(np.cumsum([changes[time] for time in sorted(changes)]).max(initial=0))
