@@ -236,7 +236,9 @@ def test_it_is_taken_where_there_is_a_history(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(session, "device_of", lambda _: torch.device("cuda"))
     monkeypatch.setattr(light.history, "missing", lambda: None)
     monkeypatch.setattr(session, "Recorder", lambda _: Emulated())
-    assert isinstance(profile(model=model)._make_collector(), LightCollector)
+    collector = profile(model=model)._make_collector()
+    collector.close()
+    assert isinstance(collector, LightCollector)
     monkeypatch.setattr(light.history, "missing", lambda: "it is being read by somebody else")
     monkeypatch.setattr(session.Collector, "made_for", lambda *_: _on_cpu(model))
     with profile(model=model) as observed:

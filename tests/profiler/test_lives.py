@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from ecornn.profiler import history
 from ecornn.profiler.assemble import assemble
-from ecornn.profiler.history import ENTRIES, History, Recorder, missing
+from ecornn.profiler.history import ENTRIES, History, Recorder, hush, missing
 from ecornn.profiler.lives import Lives, Mark, Marks
+from ecornn.profiler.model import MemoryReport
 from ecornn.profiler.observation import Observation
 from ecornn.profiler.places import _TORCH
 from ecornn.profiler.recorded import HistoryCounts
-from ecornn.profiler.sightings import LAST, Sightings
+from ecornn.profiler.sightings import LAST, Keeper, Sightings
 
 MIB = 1 << 20
 FRAMES = [
@@ -43,7 +45,7 @@ def test_an_address_is_lent_again_and_again(marks: Marks) -> None:
         marks.set(Mark("forward", module))
         numbers.append(max(marks.said))
     before = numbers[0] - 1
-    history = History(
+    done = History(
         [
             event("free_requested", 4096, 100),
             event("alloc", 4096, 200, numbers[0], FRAMES),
@@ -56,7 +58,7 @@ def test_an_address_is_lent_again_and_again(marks: Marks) -> None:
         allocated_before=1024,
         peak=2048,
     )
-    lives = Lives(history, marks.said)
+    lives = Lives(done, marks.said)
     told = [(one.bytes, one.module, one.born, one.freed) for one in lives.records]
     assert told == [
         (100, "", 0, 1),
@@ -97,12 +99,11 @@ def test_reserved_memory_is_counted_back_from_the_end(marks: Marks) -> None:
     assert [count // MIB for count in lives.reserved] == [20, 22, 6]
 
 
-def report_of(history: History, marks: Marks) -> tuple[Any, HistoryCounts]:
-    lives = Lives(history, marks.said)
-    count = HistoryCounts(history, lives.reserved, driver=99)
-    notes = count.notes(lives.records)
-    seen = Observation(torch.device("meta"), lives.records, lives.times, count, notes)
-    return assemble(seen, None), count
+def report_of(done: History, marks: Marks) -> MemoryReport:
+    lives = Lives(done, marks.said)
+    count = HistoryCounts(done, lives.reserved, driver=99)
+    seen = Observation(torch.device("meta"), lives.records, lives.times, count, [])
+    return assemble(seen, None)
 
 
 def test_the_sum_is_the_allocator_s_count(marks: Marks) -> None:
@@ -115,14 +116,14 @@ def test_the_sum_is_the_allocator_s_count(marks: Marks) -> None:
         event("alloc", 1 << 20, 2990 * 512),
     ]
     peak = 4100 * 512 + 7000
-    history = History(
+    done = History(
         events,
         {512: 100 * 512, 4096: 1000 * 512, 1 << 20: 2990 * 512},
         reserved=8 * MIB,
         allocated_before=100 * 512 + 9000,
         peak=peak,
     )
-    report, _ = report_of(history, marks)
+    report = report_of(done, marks)
     assert (report.peak_time, report.peak_bytes, report.notes) == (2, peak, ())
     totals = [report.timeline.total(time) for time in range(4)]
     assert totals == [100 * 512 + 9000, 1100 * 512 + 9000, peak, 4090 * 512 + 9000]
@@ -131,8 +132,8 @@ def test_the_sum_is_the_allocator_s_count(marks: Marks) -> None:
 
 
 def test_what_does_not_add_up_is_said(marks: Marks) -> None:
-    history = History([event("alloc", 512, 512 * 200)], {}, 0, 0, 512 * 300, cut_off=True)
-    report, _ = report_of(history, marks)
+    done = History([event("alloc", 512, 512 * 200)], {}, 0, 0, 512 * 300, cut_off=True)
+    report = report_of(done, marks)
     assert report.peak_bytes == 512 * 300
     assert [note.split(":")[0] for note in report.notes] == [
         "the allocator did more than is kept of its history",
@@ -141,7 +142,7 @@ def test_what_does_not_add_up_is_said(marks: Marks) -> None:
 
 
 def test_an_empty_step(marks: Marks) -> None:
-    report, _ = report_of(History([], {512: 8}, 2 * MIB, 512, 512), marks)
+    report = report_of(History([], {512: 8}, 2 * MIB, 512, 512), marks)
     assert (report.peak_time, report.peak_bytes) == (0, 512)
     assert report.timeline.bytes["workspace"] == (8,), "until somebody says what it is"
 
@@ -155,25 +156,25 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
     seen.begin()
     marks.set(Mark("forward", "layer"))
     number = max(marks.said)
-    seen.kept(part, marks.passed(), "layer: tanh", of_this_step=True, values={})
+    seen.kept([part, part], marks.passed(), Keeper("layer: tanh", True, {}))
     seen.handed(torch.zeros(2, device="meta"))
     seen.end()
     at = [one.untyped_storage().data_ptr() for one in (weight, part)]
-    history = History(
+    done = History(
         [event("alloc", at[1], 32, number), event("alloc", 512, 7, number)],
         {at[0]: 16, at[1]: 32, 512: 7, 1024: 5},
         0,
         0,
         1,
     )
-    lives = Lives(history, marks.said)
+    lives = Lives(done, marks.said)
     seen.apply(lives)
     told = {one.bytes: (one.role, one.kept_by, one.shape, one.dtype) for one in lives.records}
     assert told == {
-        16: ("weights", [], (4,), torch.float32),
-        5: ("other", [], (), None),
-        32: ("", ["layer: tanh"], (), None),
-        7: ("", [], (), None),
+        16: ("weights", (), (4,), torch.float32),
+        5: ("other", (), (), None),
+        32: ("", ("layer: tanh",), (), None),
+        7: ("", (), (), None),
     }
     assert seen.elsewhere == {"meta"}
 
@@ -182,7 +183,9 @@ class FakeCuda:
     """What `Recorder` calls of torch, without a device."""
 
     def __init__(self) -> None:
-        self.said, self.recorded, self.enabled = "the program's own", [], False
+        self.said, self.enabled = "the program's own", False
+        self.recorded: list[dict[str, Any]] = []
+        self.hushed: list[torch.device] = []
 
     def record(self, enabled: Any, **given: Any) -> None:
         self.enabled = enabled is not None
@@ -216,6 +219,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(memory, "_snapshot", fake.snapshot)
     monkeypatch.setattr(memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(history, "hush", lambda _, device: fake.hushed.append(device))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 512)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1024)
@@ -230,14 +234,24 @@ def test_the_recorder_leaves_things_as_they_were(cuda: FakeCuda) -> None:
     assert reason is not None
     assert "somebody else" in reason
     recorder.say("7")
-    history = recorder.stop()
-    assert (cuda.said, cuda.enabled) == ("the program's own", False)
+    found = recorder.stop()
+    assert not cuda.enabled
+    recorder.close()
+    assert cuda.said == "the program's own"
+    assert cuda.hushed == [torch.device("cuda", 1)], "autograd's thread too"
     assert cuda.recorded[0]["max_entries"] == ENTRIES
     assert cuda.recorded[-1]["clear_history"], "nor is what was recorded"
-    assert (history.in_use, history.reserved) == ({0: 8}, 4 * MIB), "of its own device"
-    assert (history.allocated_before, history.peak, history.cut_off) == (512, 1024, False)
+    assert (found.in_use, found.reserved) == ({0: 8}, 4 * MIB), "of its own device"
+    assert (found.allocated_before, found.peak, found.cut_off) == (512, 1024, False)
     recorder.close()
-    assert len(cuda.recorded) == 2, "nothing to do"
+    assert (len(cuda.recorded), len(cuda.hushed)) == (2, 1), "nothing to do"
+
+
+def test_a_thread_of_autograd_s_is_told_to_be_silent() -> None:
+    said: list[str] = []
+    with torch.inference_mode():
+        hush(said.append, torch.device("cpu"))
+    assert said == [""]
 
 
 def test_why_there_is_no_history(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,5 +276,5 @@ def test_columns_are_sums_over_what_is_alive(marks: Marks) -> None:
             events.append(event("alloc", number * 8192, size))
             truth.append(sum(alive.values()))
     most = max(sum(-(-size // 512) * 512 for size in alive.values()), 1)
-    report, _ = report_of(History(events, alive, 0, 0, 10 * most), marks)
+    report = report_of(History(events, alive, 0, 0, 10 * most), marks)
     assert report.timeline.bytes["workspace"] == tuple(truth)

@@ -46,7 +46,7 @@ def assemble(seen: Observation, error: BaseException | None) -> MemoryReport:
             module=modules,
             bytes={kind: tuple(column.tolist()) for kind, column in columns.items()},
         ),
-        notes=tuple(_notes(seen, phases[beside.peak_time])),
+        notes=(*_notes(seen, phases[beside.peak_time]), *beside.notes),
         error=None if error is None else f"{type(error).__name__}: {error}",
         environment=_environment(seen.device),
         unit=seen.unit,
@@ -64,28 +64,17 @@ def _what_if(seen: Observation, kept: Bytes | None) -> tuple[WhatIf, ...]:
 
 
 def kind_of(record: Record) -> str:
-    if record.role:
-        return record.role
-    return "feature maps" if record.kept_by else "workspace"
-
-
-class _LineTexts(dict[tuple[int, int], str]):
-    """Each line's text is made once."""
-
-    def of(self, record: Record) -> str:
-        if record.line_text or record.line is None:
-            return record.line_text
-        code, number = record.line
-        found = self.get((id(code), number))
-        if found is None:
-            found = self[id(code), number] = line_text(record.line)
-        return found
+    return record.role or ("feature maps" if record.kept_by else "workspace")
 
 
 def _held(records: Sequence[Record], *, in_blocks: bool) -> tuple[Held, ...]:
-    texts, found = _LineTexts(), []
+    lines: dict[tuple[int, int], str] = {}  # each one's text is made once
+    found = []
     for number, record in enumerate(records):
-        count = record.bytes
+        count, line = record.bytes, record.line_text
+        if not line and record.line is not None:
+            key = (id(record.line[0]), record.line[1])
+            line = lines.get(key) or lines.setdefault(key, line_text(record.line))
         fields = {
             "id": number,
             "bytes": count,
@@ -95,10 +84,10 @@ def _held(records: Sequence[Record], *, in_blocks: bool) -> tuple[Held, ...]:
             "kind": kind_of(record),
             "module": record.module,
             "operator": record.operator,
-            "line": texts.of(record),
+            "line": line,
             "born": record.born,
             "freed": record.freed,
-            "kept_by": tuple(record.kept_by),
+            "kept_by": record.kept_by,
             "why": _why(record),
         }
         found.append(Held.made_of(fields))

@@ -7,10 +7,12 @@ that follows from one can be tested without a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ecornn.profiler.allocator import driver_bytes
 
@@ -76,6 +78,22 @@ def missing() -> str | None:
     return None
 
 
+def hush(say: Callable[[str], None], device: torch.device) -> None:
+    """What is said stands beside what one thread does; a thread of autograd's is told to say
+    nothing more by a backward pass of one number."""
+    # memory may be what the step ran out of: then the thread says a number that means nothing
+    with (
+        suppress(torch.OutOfMemoryError),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _disable_current_modes(),
+    ):
+        number = torch.zeros((), device=device, requires_grad=True) * 1
+        assert number.grad_fn is not None
+        number.grad_fn.register_prehook(lambda _: say(""))
+        number.backward()
+
+
 class Recorder:
     """One step's history of a device. Nobody else's may be recorded meanwhile."""
 
@@ -86,14 +104,14 @@ class Recorder:
         self._lines = lines
         self._said_before = ""
         self._allocated_before = 0
-        self._recording = False
+        self._recording = self._spoke = False
         self.say: Callable[[str], None] = torch._C._cuda_setMemoryMetadata
 
     def start(self) -> None:
         self._said_before = torch._C._cuda_getMemoryMetadata()
         torch.cuda.reset_peak_memory_stats(self._index)
         self._allocated_before = torch.cuda.memory_allocated(self._index)
-        self._recording = True
+        self._recording = self._spoke = True
         torch.cuda.memory._record_memory_history(
             "all",
             context="alloc" if self._lines else None,
@@ -106,7 +124,7 @@ class Recorder:
     def stop(self) -> History:
         peak = torch.cuda.max_memory_allocated(self._index)
         told = torch.cuda.memory._snapshot()
-        self.close()
+        self._end()
         segments = [one for one in told["segments"] if one["device"] == self._index]
         events = told["device_traces"][self._index]
         return History(
@@ -123,12 +141,19 @@ class Recorder:
             len(events) >= ENTRIES,
         )
 
-    def close(self) -> None:
+    def _end(self) -> None:
         """Write down nothing more, and forget what was."""
         if self._recording:
             self._recording = False
             torch.cuda.memory._record_memory_history(None, clear_history=True)
+
+    def close(self) -> None:
+        """Leave nothing behind: neither the history nor what was said."""
+        self._end()
+        if self._spoke:
+            self._spoke = False
             self.say(self._said_before)
+            hush(self.say, torch.device("cuda", self._index))
 
     def driver_bytes(self) -> int:
         return driver_bytes(torch.device("cuda", self._index))

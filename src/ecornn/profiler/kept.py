@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,47 +68,75 @@ class Starts:
         setattr(torch.autograd, _ENTRY, self._engine)
 
 
+class Kind(NamedTuple):
+    """What is known of all nodes of a class."""
+
+    name: str
+    #: AccumulateGrad: keeps nothing, and all of them share one number.
+    gathers: bool
+    #: Attributes with what it keeps; and whether it may have others of its own.
+    saved: tuple[str, ...]
+    has_others: bool
+
+
+class Node(NamedTuple):
+    number: int
+    name: str
+    node: Any
+
+
 class Graph:
     """Visits each node once, however often it is met."""
 
     def __init__(
         self,
-        tell: Callable[[Any, Tensor], None],
-        met: Callable[[int, Any], None] | None = None,
+        tell: Callable[[Node, list[Tensor]], None],
+        met: Callable[[Node], None] | None = None,
     ) -> None:
-        """`tell`: of a node and what it keeps; `met`: of every node and its number."""
+        """`tell`: of a node and what it keeps; `met`: of every node."""
         self._tell, self._met = tell, met
         self._visited: set[int] = set()
-        self._saved_names: dict[type, tuple[str, ...]] = {}
-        self._gathering: dict[type, bool] = {}
+        self._kinds: dict[type, Kind] = {}
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
 
     def visit(self, roots: Iterable[Any]) -> None:
         """Everything that `roots` lead to and that was not visited before."""
         waiting, found = [node for node in roots if node is not None], []
+        visited, kinds = self._visited, self._kinds
         while waiting:
             node = waiting.pop()
-            number = node._sequence_nr()
-            if number in self._visited or self._gathers(node):
+            kind = kinds.get(type(node)) or self._learn(node)
+            if kind.gathers:
                 continue
-            self._visited.add(number)
-            found.append((number, node))
-            waiting += [following for following, _ in node.next_functions if following is not None]
+            number = node._sequence_nr()
+            if number not in visited:
+                visited.add(number)
+                found.append((number, node, kind))
+                waiting += [one for one, _ in node.next_functions if one is not None]
         # In the order of the forward pass.
-        for number, node in sorted(found, key=lambda pair: pair[0]):
+        for number, node, kind in sorted(found, key=itemgetter(0)):
+            known = Node(number, kind.name or name_of(node), node)
             if self._met is not None:
-                self._met(number, node)
-            for tensor in filter(within_reach, self._saved(node)):
-                self._tell(node, tensor)
+                self._met(known)
+            if kind.saved or kind.has_others:
+                tensors = list(self._saved(node, kind))
+                if tensors:
+                    self._tell(known, tensors)
 
-    def _gathers(self, node: Any) -> bool:
-        """AccumulateGrad: keeps nothing, and all of them share one number."""
-        kind = type(node)
-        found = self._gathering.get(kind)
-        if found is None:
-            found = self._gathering[kind] = name_of(node).endswith("AccumulateGrad")
-        return found
+    def _learn(self, node: Any) -> Kind:
+        saved = tuple(name for name in dir(node) if name.startswith(_RAW))
+        name = name_of(node)
+        # Nodes that torch has not made a class for share one.
+        shared = type(node).__name__ == "CppFunction"
+        kind = Kind(
+            "" if shared else name,
+            not shared and name.endswith("AccumulateGrad"),
+            saved,
+            hasattr(node, "__dict__"),
+        )
+        self._kinds[type(node)] = kind
+        return kind
 
     def visited(self, number: int) -> bool:
         return number in self._visited
@@ -118,13 +147,8 @@ class Graph:
         roots = [one.grad_fn for one in tensors_alive() if one.grad_fn is not None]
         self.visit([node for node in roots if node._sequence_nr() >= since])
 
-    def _saved(self, node: Any) -> Iterator[Tensor]:
-        kind = type(node)
-        names = self._saved_names.get(kind)
-        if names is None:
-            names = tuple(name for name in dir(node) if name.startswith(_RAW))
-            self._saved_names[kind] = names
-        for name in names:
+    def _saved(self, node: Any, kind: Kind) -> Iterator[Tensor]:
+        for name in kind.saved:
             try:
                 found = getattr(node, name)
             except RuntimeError:
@@ -132,7 +156,7 @@ class Graph:
             for one in found if isinstance(found, tuple | list) else (found,):
                 yield from self._unpacked(one)
         # Functions of the program may also keep tensors as attributes of their context.
-        for value in vars(node).values() if hasattr(node, "__dict__") else ():
+        for value in vars(node).values() if kind.has_others else ():
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, Tensor):
                     yield one

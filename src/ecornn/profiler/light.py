@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ecornn.profiler import history, kept, lives, operators, places, roles, sightings, storages
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
 from ecornn.profiler.history import History, Recording
-from ecornn.profiler.kept import Graph, Starts, name_of, next_number, running_node
+from ecornn.profiler.kept import Graph, Node, Starts, name_of, next_number, running_node
 from ecornn.profiler.lives import Lives, Mark, Marks
 from ecornn.profiler.observation import (
     Observation,
@@ -32,7 +32,7 @@ from ecornn.profiler.operators import COMPILED
 from ecornn.profiler.places import Calls, passed_over_by_compiler
 from ecornn.profiler.recorded import HistoryCounts
 from ecornn.profiler.roles import Roles
-from ecornn.profiler.sightings import Sightings
+from ecornn.profiler.sightings import Keeper, Sightings
 
 #: Nodes that only look at a gradient in another way: they allocate nothing.
 QUIET = frozenset(
@@ -132,7 +132,6 @@ class LightCollector:
                 *elsewhere_notes(self.sightings.elsewhere),
                 *compiled_notes(saw_compiled=bool(self._saved_values), unread=self._unread),
                 *packed_notes(self.graph.packed),
-                *count.notes(found.records),
             ],
             unit="allocation",
         )
@@ -160,21 +159,20 @@ class LightCollector:
         self.graph.visit(roots)
         self._marks.set(Mark("backward", ""))
 
-    def _met(self, number: int, node: Any) -> None:
+    def _met(self, found: Node) -> None:
         """Have it say when it runs."""
-        name = name_of(node)
-        if name in QUIET:
+        if found.name in QUIET:
             return
-        mark, say = self._mark_of(number, name), self._marks.set
+        mark, say = self._mark_of(found.number, found.name), self._marks.set
 
         def hook(_gradients: Any) -> None:
             say(mark)
 
-        self._handles.append(node.register_prehook(hook))
+        self._handles.append(found.node.register_prehook(hook))
 
-    def _kept(self, node: Any, tensor: Tensor) -> None:
-        """`tensor` is kept for the backward pass of `node`."""
-        number, name = node._sequence_nr(), name_of(node)
+    def _kept(self, found: Node, tensors: list[Tensor]) -> None:
+        """`tensors` are kept for the backward pass of a node."""
+        number, name, node = found
         module = self._calls.at(number)
         operator, values = operator_of(name), {}
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -182,8 +180,8 @@ class LightCollector:
             if is_compiled(node):
                 operator, values = COMPILED, self._values_of(node, number, module)
         by = f"{module}: {operator}" if module else operator
-        of_this_step = number >= self._first_number
-        self.sightings.kept(tensor, self._number, by, of_this_step=of_this_step, values=values)
+        keeper = Keeper(by, number >= self._first_number, values)
+        self.sightings.kept(tensors, self._number, keeper)
 
     def _values_of(self, node: Any, number: int, module: str) -> dict[int, Value]:
         found = self._saved_values.get(number)

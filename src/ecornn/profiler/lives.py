@@ -27,6 +27,9 @@ class Mark(NamedTuple):
     node: str = ""
 
 
+NOTHING = Mark("forward", "")
+
+
 class Marks:
     """What the program was doing, by the number that stands beside what the allocator did."""
 
@@ -36,7 +39,7 @@ class Marks:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.said: dict[int, Mark] = {}
-        self._now, self._last = Mark("forward", ""), next(self._next)
+        self._now, self._last = NOTHING, next(self._next)
 
     def set(self, mark: Mark) -> None:
         self._now = mark
@@ -75,29 +78,32 @@ class Lives:
         self, events: Sequence[Mapping[str, Any]], said: Mapping[int, Mark]
     ) -> tuple[dict[int, Record], int]:
         """What is alive at the end, by address, and how much more is reserved than before."""
-        nothing, place_of = Mark("forward", ""), Places().of
+        place_of = Places().of
         alive: dict[int, Record] = {}
         passed, time, reserved = FIRST + 1, 0, 0
+        told, (phase, module, node) = "", NOTHING
+        times, made, at = self.times, self._made, self._at
         for event in events:
             action = event["action"]
             if action == "alloc":
-                address, told = event["addr"], event.get("user_metadata", "")
-                number = int(told) if told.isdecimal() else 0
-                mark = said.get(number)
-                if mark is None:
-                    mark = nothing
-                elif number > passed:
-                    passed = number
+                if event["user_metadata"] != told:
+                    told = event["user_metadata"]
+                    number = int(told) if told.isdecimal() else 0
+                    passed = max(passed, number) if number in said else passed
+                    phase, module, node = said.get(number, NOTHING)
                 operator, line = place_of(event.get("frames", ()))
-                phase, module, node = mark
                 operator = node or operator
                 time += 1
-                self.times.append((operator, module, phase))
+                times.append((operator, module, phase))
                 self.reserved.append(reserved)
                 record = Record(event["size"], (), None, module, operator, None, time, None, line)
+                address = event["addr"]
                 alive[address] = record
-                self._at.setdefault(address, []).append((passed, record))
-                self._made.append(record)
+                if address in at:
+                    at[address].append((passed, record))
+                else:
+                    at[address] = [(passed, record)]
+                made.append(record)
             elif action == "free_requested":
                 address = event["addr"]
                 found = alive.pop(address, None) or self._was_before(address, event["size"])

@@ -28,6 +28,8 @@ class Beside:
     columns: dict[str, Bytes]
     #: At the peak, and beyond it.
     rows: list[Row]
+    #: What does not add up, in sentences.
+    notes: tuple[str, ...] = ()
 
 
 class Count(Protocol):

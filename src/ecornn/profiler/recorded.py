@@ -6,15 +6,13 @@ by how much is known when the history begins, and at the peak, which the allocat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ecornn.profiler.allocator import rounded
 from ecornn.profiler.history import History
 from ecornn.profiler.model import Row
 from ecornn.profiler.observation import Beside, Bytes
-from ecornn.profiler.storages import Record
 
 #: Of the peak: what the events and the allocator's own count may differ by without a word.
 APART = 0.01
@@ -36,32 +34,21 @@ class HistoryCounts:
             Row("", "reserved, unused", max(0, self._reserved[time] - peak), 0),
             Row("", "driver", self._driver, 0),
         ]
-        return Beside(time, {"rounding": rounding}, [row for row in rows if row.bytes])
+        told = [row for row in rows if row.bytes]
+        return Beside(time, {"rounding": rounding}, told, tuple(self._notes(int(blocks[time]))))
 
     def _unsplit_before(self, blocks: Bytes) -> int:
         return self._history.allocated_before - int(blocks[0])
 
-    def notes(self, records: Sequence[Record]) -> list[str]:
-        notes = []
+    def _notes(self, counted: int) -> Iterator[str]:
+        peak = self._history.peak
         if self._history.cut_off:
-            notes.append(
+            yield (
                 "the allocator did more than is kept of its history: what happened first is"
                 " missing, and the rows are wrong; profile a shorter part"
             )
-        counted, peak = _most(records), self._history.peak
         if abs(counted - peak) > APART * peak:
-            notes.append(
+            yield (
                 f"the allocator's history adds up to {counted:,} bytes at most, its own count to"
                 f" {peak:,}: the difference stands under rounding"
             )
-        return notes
-
-
-def _most(records: Sequence[Record]) -> int:
-    changes: dict[int, int] = {}
-    for record in records:
-        count = rounded(record.bytes)
-        changes[record.born] = changes.get(record.born, 0) + count
-        if record.freed is not None:
-            changes[record.freed] = changes.get(record.freed, 0) - count
-    return int(np.cumsum([changes[time] for time in sorted(changes)]).max(initial=0))

@@ -6,7 +6,7 @@ it is written down by the address of its storage and the number that the marks h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ecornn.profiler.compiled import Value
 from ecornn.profiler.lives import FIRST, Lives
 from ecornn.profiler.operators import COMPILED
-from ecornn.profiler.storages import Record, parts
+from ecornn.profiler.storages import PLAIN, Record, parts
 
 #: After all that is recorded.
 LAST = 1 << 62
@@ -32,6 +32,14 @@ class Sighting(NamedTuple):
     dtype: torch.dtype | None
 
 
+class Keeper(NamedTuple):
+    """A node of autograd's. `values`: what compiled code tells of the storages that it keeps."""
+
+    text: str
+    of_this_step: bool
+    values: dict[int, Value]
+
+
 class Sightings:
     def __init__(self, device: torch.device, now: Callable[[], int]) -> None:
         self._device = device
@@ -41,7 +49,9 @@ class Sightings:
         self._began = False
         self.elsewhere: set[str] = set()
         self._roles: list[tuple[Sighting, str, str, str]] = []
-        self._kept: list[tuple[Sighting, str, bool, Value | None]] = []
+        self._kept: list[tuple[Sighting, Keeper, Value | None]] = []
+        #: By when the graph was read: address and keeper.
+        self._kept_at: dict[int, set[tuple[int, str]]] = {}
 
     def begin(self) -> None:
         self.recording = self._began = True
@@ -57,37 +67,44 @@ class Sightings:
 
     def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
         """`before` or not: an allocation tells itself when it was made."""
-        number = self.number
-        for seen in self._seen(tensor, number):
-            self._roles.append((seen, role, text, module))
+        self._marked(tensor, role, text, module)
 
     def handed(self, tensor: Tensor) -> None:
+        self._marked(tensor, HANDED, "", "")
+
+    def kept(self, tensors: Iterable[Tensor], number: int, by: Keeper) -> None:
+        """For the backward pass of one node."""
+        known = self._kept_at.setdefault(number, set())
+        for tensor in tensors:
+            for part in (tensor,) if type(tensor) in PLAIN else parts(tensor):
+                seen = self._seen(part, number)
+                # weights and states are kept by one operator over and over
+                if seen is not None and (seen.address, by.text) not in known:
+                    known.add((seen.address, by.text))
+                    value = by.values.get(part.untyped_storage()._cdata) if by.values else None
+                    self._kept.append((seen, by, value))
+
+    def _marked(self, tensor: Tensor, role: str, text: str, module: str) -> None:
         number = self.number
-        for seen in self._seen(tensor, number):
-            self._roles.append((seen, HANDED, "", ""))
-
-    def kept(
-        self, tensor: Tensor, number: int, by: str, *, of_this_step: bool, values: dict[int, Value]
-    ) -> None:
-        """For a backward pass; `values`: what compiled code tells of the storages that it keeps."""
         for part in parts(tensor):
-            value = values.get(part.untyped_storage()._cdata) if values else None
-            for seen in self._seen(part, number):
-                self._kept.append((seen, by, of_this_step, value))
+            seen = self._seen(part, number)
+            if seen is not None:
+                self._roles.append((seen, role, text, module))
 
-    def _seen(self, tensor: Tensor, number: int) -> list[Sighting]:
-        found = []
-        for part in parts(tensor):
-            if part.device != self._device:
-                self.elsewhere.add(str(part.device))
-                continue
+    def _seen(self, part: Tensor, number: int) -> Sighting | None:
+        """Of a tensor with a storage that can be reached and is on the device."""
+        if part.device != self._device:
+            self.elsewhere.add(str(part.device))
+            return None
+        try:
             storage = part.untyped_storage()
-            address = storage.data_ptr()
-            if address:
-                whole = not part.is_nested and part.nbytes == storage.nbytes()
-                what = (part.shape, part.dtype) if whole else ((), None)
-                found.append(Sighting(number, address, *what))
-        return found
+        except NotImplementedError:  # as of those in torch.func
+            return None
+        address = storage.data_ptr()
+        if not address:
+            return None
+        whole = not part.is_nested and part.nbytes == storage.nbytes()
+        return Sighting(number, address, *((part.shape, part.dtype) if whole else ((), None)))
 
     def apply(self, lives: Lives) -> None:
         """To the records of the allocations."""
@@ -100,11 +117,11 @@ class Sightings:
                 record.was_handed_over()
             else:
                 record.take_role(role, text, module)
-        for seen, by, of_this_step, value in self._kept:
+        for seen, by, value in self._kept:
             record = lives.find(seen.address, seen.number)
             if record is not None:
                 _describe(record, seen)
-                _keep(record, by, of_this_step=of_this_step, value=value)
+                _keep(record, by, value)
         for record in lives.records:
             if record.born:
                 break  # they come first
@@ -117,11 +134,11 @@ def _describe(record: Record, seen: Sighting) -> None:
         record.shape, record.dtype = seen.shape, seen.dtype
 
 
-def _keep(record: Record, by: str, *, of_this_step: bool, value: Value | None) -> None:
-    if of_this_step and not record.born and not record.role:
+def _keep(record: Record, by: Keeper, value: Value | None) -> None:
+    if by.of_this_step and not record.born and not record.role:
         record.role = "inputs"  # an operator of the step has read what it did not make
-    if by not in record.kept_by:
-        record.kept_by.append(by)
+    if by.text not in record.kept_by:
+        record.kept_by += (by.text,)
     if value is not None and record.born and not record.role:
         record.module, record.line_text = value.module or "", value.line_text
         record.operator = value.operator or COMPILED

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class Record:
     #: Weights, gradients, optimizer state or inputs, once that is known.
     role: str = ""
     role_text: str = ""
-    kept_by: list[str] = field(default_factory=list)
+    kept_by: tuple[str, ...] = ()
 
     def take_role(self, role: str, text: str, module: str) -> None:
         # Tied weights stand under their first name.
