@@ -9,16 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.profiler.allocator import BLOCK
 from ecornn.profiler.blocks import Steps, Story
-from ecornn.profiler.model import COUNTED, MemoryReport
+from ecornn.profiler.model import COUNTED, Held, MemoryReport, Timeline
 
 #: Blocks take a little more than the peak: by how much a batch is first tried to be smaller.
 NEAR = 0.03
+#: Of the bytes of a step: those that may have no counterpart in a smaller batch's.
+UNKNOWN = 0.02
+#: Operator, module and phase; or what was there before.
+Key = tuple[str, str, str]
+BEFORE = "before"
 #: Does not grow with the batch as tensors do: taken as at the largest size.
 _CONSTANT = "rounding"
 
@@ -35,6 +42,10 @@ class Run:
     story: Story
     sizes: NDArray[np.float64]
     beside: NDArray[np.float64]
+    #: By which a storage is that of another run.
+    keys: tuple[Key, ...]
+    #: Whether every allocation is a storage: then nothing is beside them.
+    exact: bool
 
 
 def run_of(batch: int, report: MemoryReport) -> Run:
@@ -59,7 +70,15 @@ def run_of(batch: int, report: MemoryReport) -> Run:
         story,
         np.asarray([one.bytes for one in held], float),
         np.asarray(columns.get("no tensor", np.zeros(len(report.timeline))), float),
+        tuple(_key(one, report.timeline) for one in held),
+        report.unit == "allocation",
     )
+
+
+def _key(one: Held, timeline: Timeline) -> Key:
+    if not one.born:
+        return BEFORE, one.kind, one.why
+    return timeline.operator[one.born], timeline.module[one.born], timeline.phase[one.born]
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,44 @@ class Curve:
         """Whether the lines are those of the operators, or one through the peaks alone."""
         return len({run.operators for run in self.runs[-2:]}) == 1
 
+    @cached_property
+    def _places(self) -> NDArray[np.int64]:
+        """For each storage of the largest run, its place in the one below; -1 if it has none. What
+        was there before for other reasons has none, and does not grow."""
+        places = aligned(self.runs[-2].keys, self.runs[-1].keys)
+        places[self._others] = -1
+        return places
+
+    @property
+    def _others(self) -> NDArray[np.bool_]:
+        return np.asarray([key[:2] == (BEFORE, "other") for key in self.runs[-1].keys], bool)
+
+    @cached_property
+    def unknown_share(self) -> float:
+        """Of the bytes of the largest run: of storages that only it has."""
+        sizes = self.runs[-1].sizes
+        without = (self._places < 0) & ~self._others
+        return float(sizes[without].sum() / max(1.0, sizes.sum()))
+
+    def _sizes(self, batch: int) -> NDArray[np.float64]:
+        """Of each storage; what only the largest run has is taken as it is there."""
+        below, above = self.runs[-2:]
+        share = (batch - below.batch) / (above.batch - below.batch)
+        smaller = np.where(self._places < 0, above.sizes, below.sizes[self._places])
+        found: NDArray[np.float64] = smaller + share * (above.sizes - smaller)
+        return found
+
+    def _most(self, batch: int) -> float:
+        """Of all that is alive at a time."""
+        above = self.runs[-1]
+        length = len(above.totals)
+        changes = np.zeros(length + 1)
+        ends = [length if end is None else min(end, length) for end in above.story.freed]
+        sizes = self._sizes(batch)
+        np.add.at(changes, np.asarray(above.story.born, int), sizes)
+        np.subtract.at(changes, np.asarray(ends, int), sizes)
+        return float(np.cumsum(changes).max())
+
     def __call__(self, batch: int) -> int:
         """The predicted peak, in bytes; what was observed, where it was."""
         for run in self.runs:
@@ -80,6 +137,8 @@ class Curve:
                 return run.peak_bytes
         below, above = self.runs[-2:]
         share = (batch - below.batch) / (above.batch - below.batch)
+        if not self.same_operators and self.same_storages:
+            return round(self._most(batch)) + above.constant
         if not self.same_operators:
             return round(below.peak_bytes + share * (above.peak_bytes - below.peak_bytes))
         at_batch = below.totals + share * (above.totals - below.totals)
@@ -87,8 +146,10 @@ class Curve:
 
     @property
     def same_storages(self) -> bool:
-        """Whether those of the two largest runs are the same but for their sizes. When each is
-        given up may differ: Python collects some as it likes."""
+        """Whether those of the two largest runs are the same but for their sizes, and perhaps some
+        scratch. When each is given up may differ: Python collects some as it likes."""
+        if all(run.exact for run in self.runs[-2:]):
+            return self.unknown_share <= UNKNOWN
         below, above = (run.story for run in self.runs[-2:])
         alike = below.born == above.born and below.kinds == above.kinds
         return self.same_operators and alike
@@ -97,15 +158,16 @@ class Curve:
         """Whether the caching allocator of CUDA, limited to `memory`, finds its blocks."""
         below, above = self.runs[-2:]
         share = (batch - below.batch) / (above.batch - below.batch)
-        sizes = below.sizes + share * (above.sizes - below.sizes)
-        beside = below.beside + share * (above.beside - below.beside)
+        beside = above.beside
+        if len(below.beside) == len(above.beside):
+            beside = below.beside + share * (above.beside - below.beside)
         library = max(0, round(float(beside[0])))
         scratch = {
             time: round(float(count)) - library
             for time, count in enumerate(beside)
             if count - library >= BLOCK
         }
-        found = [max(1, round(float(size))) for size in sizes]
+        found = [max(1, round(float(size))) for size in self._sizes(batch)]
         return Steps(above.story).run_within(memory, found, scratch, library)
 
     def largest_running(self, memory: int, most: int) -> int | None:
@@ -131,6 +193,18 @@ class Curve:
             else:
                 fails = middle
         return fits
+
+
+def aligned(below: Sequence[Key], above: Sequence[Key]) -> NDArray[np.int64]:
+    """For each key of `above` its place in `below`, in order; -1 if it has none. A library takes
+    scratch or not as the size has it, so that two batches may differ by a few."""
+    if below == above:
+        return np.arange(len(above))
+    places = np.full(len(above), -1, np.int64)
+    matcher = SequenceMatcher(None, below, above, autojunk=False)
+    for first, second, length in matcher.get_matching_blocks():
+        places[second : second + length] = np.arange(first, first + length)
+    return places
 
 
 def curve_of(runs: Sequence[Run]) -> Curve:

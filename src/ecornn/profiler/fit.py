@@ -153,7 +153,7 @@ class _Observer:
     def answer(self, budget: int | None, largest: int | None) -> Fit:
         curve = self.curve
         notes = list(self._notes)
-        if not curve.same_operators:
+        if not curve.same_operators and not curve.same_storages:
             notes.append(
                 "the operators differ between the two largest batches observed, so the prediction"
                 " is a line through their peaks alone"

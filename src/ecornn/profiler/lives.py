@@ -7,7 +7,7 @@ the address, the one meant is the last before that number was passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,9 +69,18 @@ class Lives:
         #: By address, in order: the number that had been passed, and what came to lie there.
         self._at: dict[int, list[tuple[int, Record]]] = {}
         alive, reserved = self._follow(history.events, said)
-        for address in history.in_use.keys() - alive.keys():
-            self._was_before(address, history.in_use[address])
+        for address, size in history.in_use.items():
+            if address not in alive:
+                self._was_before(address, size)
         self.reserved = [history.reserved - reserved + one for one in self.reserved]
+        self.records = self._before + self._made
+
+    def in_order(self, before: Iterable[Record]) -> None:
+        """What was there before, in the order in which the program told of it: addresses say
+        nothing. What nobody told of comes last, the largest first."""
+        place = {id(record): number for number, record in enumerate(before)}
+        last = len(place)
+        self._before.sort(key=lambda one: (place.get(id(one), last), -one.bytes))
         self.records = self._before + self._made
 
     def _follow(

@@ -108,10 +108,12 @@ class Sightings:
 
     def apply(self, lives: Lives) -> None:
         """To the records of the allocations."""
+        told: dict[int, Record] = {}
         for seen, role, text, module in self._roles:
             record = lives.find(seen.address, seen.number)
             if record is None:
                 continue  # in memory that the allocator does not count
+            told.setdefault(id(record), record)
             _describe(record, seen)
             if role is HANDED:
                 record.was_handed_over()
@@ -120,8 +122,10 @@ class Sightings:
         for seen, by, value in self._kept:
             record = lives.find(seen.address, seen.number)
             if record is not None:
+                told.setdefault(id(record), record)
                 _describe(record, seen)
                 _keep(record, by, value)
+        lives.in_order(record for record in told.values() if not record.born)
         for record in lives.records:
             if record.born:
                 break  # they come first
