@@ -27,7 +27,7 @@ MODELS = ("nmt", "speech", "gpt2", "resnet50")
 @pytest.fixture
 def from_history(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LightCollector]]:
     gc.collect()
-    with recorded(monkeypatch) as made:
+    with recorded(monkeypatch, keep=True) as made:
         yield made
 
 

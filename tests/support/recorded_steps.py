@@ -107,13 +107,17 @@ def _frames() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LightCollector]]:
-    """Within it, profiles on the CPU are made from an emulated history. The collectors made."""
+def recorded(
+    monkeypatch: pytest.MonkeyPatch, *, keep: bool = False
+) -> Iterator[list[LightCollector]]:
+    """Within it, profiles on the CPU are made from an emulated history. The collectors made, which
+    hold on to their models, if these are to be kept."""
     made: list[LightCollector] = []
 
     def make(self: Profile) -> LightCollector:
-        made.append(LightCollector(self._model, self._optimizers, CPU, Emulated()))
-        return made[-1]
+        collector = LightCollector(self._model, self._optimizers, CPU, Emulated())
+        made.extend([collector] * keep)
+        return collector
 
     with monkeypatch.context() as patched:
         patched.setattr(Profile, "_make_collector", make)

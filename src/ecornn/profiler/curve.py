@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.profiler.alignment import Key, aligned
 from ecornn.profiler.allocator import BLOCK
 from ecornn.profiler.blocks import Steps, Story
 from ecornn.profiler.model import COUNTED, Held, MemoryReport, Timeline
@@ -23,11 +23,10 @@ from ecornn.profiler.model import COUNTED, Held, MemoryReport, Timeline
 NEAR = 0.03
 #: Of the bytes of a step: those that may have no counterpart in a smaller batch's.
 UNKNOWN = 0.02
-#: Operator, module and phase; or what was there before.
-Key = tuple[str, str, str]
 BEFORE = "before"
 #: Does not grow with the batch as tensors do: taken as at the largest size.
-_CONSTANT = "rounding"
+_CONSTANT = ("rounding", "other")
+GROWING = tuple(kind for kind in COUNTED if kind not in _CONSTANT)
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,9 @@ class Run:
 
 def run_of(batch: int, report: MemoryReport) -> Run:
     columns = report.timeline.bytes
-    growing = [np.asarray(columns[kind], float) for kind in COUNTED if kind in columns]
-    rounding = np.asarray(columns.get(_CONSTANT, np.zeros(len(report.timeline))), float)
-    totals = np.sum(growing, axis=0) - rounding
-    constant = int(rounding[report.peak_time])
+    nothing = np.zeros(len(report.timeline))
+    growing = [np.asarray(columns[kind], float) for kind in GROWING if kind in columns]
+    constant = sum(columns[kind][report.peak_time] for kind in _CONSTANT if kind in columns)
     held = report.held
     story = Story(
         tuple(one.born for one in held),
@@ -64,12 +62,12 @@ def run_of(batch: int, report: MemoryReport) -> Run:
     return Run(
         batch,
         report.peak_bytes,
-        totals,
+        sum(growing, nothing),
         constant,
         report.timeline.operator,
         story,
         np.asarray([one.bytes for one in held], float),
-        np.asarray(columns.get("no tensor", np.zeros(len(report.timeline))), float),
+        np.asarray(columns.get("no tensor", nothing), float),
         tuple(_key(one, report.timeline) for one in held),
         report.unit == "allocation",
     )
@@ -119,16 +117,17 @@ class Curve:
         found: NDArray[np.float64] = smaller + share * (above.sizes - smaller)
         return found
 
-    def _most(self, batch: int) -> float:
-        """Of all that is alive at a time."""
+    def _most(self, batch: int) -> int:
+        """Of all that grows and is alive at a time, in the allocator's blocks."""
         above = self.runs[-1]
         length = len(above.totals)
         changes = np.zeros(length + 1)
         ends = [length if end is None else min(end, length) for end in above.story.freed]
-        sizes = self._sizes(batch)
+        sizes = np.ceil(self._sizes(batch) / BLOCK) * BLOCK
+        sizes[self._others] = 0
         np.add.at(changes, np.asarray(above.story.born, int), sizes)
         np.subtract.at(changes, np.asarray(ends, int), sizes)
-        return float(np.cumsum(changes).max())
+        return int(np.cumsum(changes).max())
 
     def __call__(self, batch: int) -> int:
         """The predicted peak, in bytes; what was observed, where it was."""
@@ -137,8 +136,10 @@ class Curve:
                 return run.peak_bytes
         below, above = self.runs[-2:]
         share = (batch - below.batch) / (above.batch - below.batch)
-        if not self.same_operators and self.same_storages:
-            return round(self._most(batch)) + above.constant
+        if above.exact and self.same_storages:
+            # the rest: blocks that are not split, and what does not grow
+            rest = above.peak_bytes - self._most(above.batch)
+            return self._most(batch) + rest
         if not self.same_operators:
             return round(below.peak_bytes + share * (above.peak_bytes - below.peak_bytes))
         at_batch = below.totals + share * (above.totals - below.totals)
@@ -193,18 +194,6 @@ class Curve:
             else:
                 fails = middle
         return fits
-
-
-def aligned(below: Sequence[Key], above: Sequence[Key]) -> NDArray[np.int64]:
-    """For each key of `above` its place in `below`, in order; -1 if it has none. A library takes
-    scratch or not as the size has it, so that two batches may differ by a few."""
-    if below == above:
-        return np.arange(len(above))
-    places = np.full(len(above), -1, np.int64)
-    matcher = SequenceMatcher(None, below, above, autojunk=False)
-    for first, second, length in matcher.get_matching_blocks():
-        places[second : second + length] = np.arange(first, first + length)
-    return places
 
 
 def curve_of(runs: Sequence[Run]) -> Curve:
