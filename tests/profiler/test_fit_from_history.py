@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from ecornn.bench.models.step import make_step
 from ecornn.profiler import fit
 from ecornn.profiler.alignment import Key, aligned
 from ecornn.profiler.assemble import assemble
-from ecornn.profiler.curve import curve_of, run_of
+from ecornn.profiler.curve import curve_of, largest_running, run_of
 from ecornn.profiler.history import History
 from ecornn.profiler.lives import Lives, Mark, Marks
 from ecornn.profiler.observation import Observation
@@ -89,7 +90,7 @@ def test_the_order_of_scratch_decides_what_runs() -> None:
         assert curve.same_operators
         assert curve.same_storages
         assert curve(100) == report_of(layers(100, first=first)).peak_bytes
-        largest[first] = curve.largest_running(3200 * MIB, 110)
+        largest[first] = largest_running(partial(curve.runs_within, 3200 * MIB), 110)
     assert largest[True] is not None
     assert largest[False] is not None
     assert largest[True] != largest[False]

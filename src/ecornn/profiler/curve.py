@@ -7,7 +7,7 @@ lines know that, which a line through the peaks does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -171,17 +171,6 @@ class Curve:
         found = [max(1, round(float(size))) for size in self._sizes(batch)]
         return Steps(above.story).run_within(memory, found, scratch, library)
 
-    def largest_running(self, memory: int, most: int) -> int | None:
-        """The largest of at most `most` that finds its blocks; None if not even one."""
-        fits, fails = 0, most + 1
-        guess = most
-        while fails - fits > 1:
-            fits, fails = (guess, fails) if self.runs_within(memory, guess) else (fits, guess)
-            # mostly near
-            near = fails - max(1, round(NEAR * fails))
-            guess = near if not fits and near > 0 else (fits + fails) // 2
-        return fits or None
-
     def largest_within(self, memory: int, most: int) -> int | None:
         """The largest batch of at most `most` whose predicted peak fits; None if not even one."""
         if self(1) > memory:
@@ -194,6 +183,18 @@ class Curve:
             else:
                 fails = middle
         return fits
+
+
+def largest_running(runs: Callable[[int], bool], most: int) -> int | None:
+    """The largest batch of at most `most` that finds its blocks; None if not even one."""
+    fits, fails = 0, most + 1
+    guess = most
+    while fails - fits > 1:
+        fits, fails = (guess, fails) if runs(guess) else (fits, guess)
+        # mostly near
+        near = fails - max(1, round(NEAR * fails))
+        guess = near if not fits and near > 0 else (fits + fails) // 2
+    return fits or None
 
 
 def curve_of(runs: Sequence[Run]) -> Curve:

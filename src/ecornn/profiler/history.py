@@ -108,6 +108,8 @@ class Recorder:
         self.say: Callable[[str], None] = torch._C._cuda_setMemoryMetadata
 
     def start(self) -> None:
+        if self._recording:
+            return
         self._said_before = torch._C._cuda_getMemoryMetadata()
         torch.cuda.reset_peak_memory_stats(self._index)
         self._allocated_before = torch.cuda.memory_allocated(self._index)
