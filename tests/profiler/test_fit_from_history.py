@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,13 +17,15 @@ from ecornn.bench.models.step import make_step
 from ecornn.profiler import fit
 from ecornn.profiler.alignment import Key, aligned
 from ecornn.profiler.assemble import assemble
+from ecornn.profiler.blocks import STEPS
 from ecornn.profiler.curve import curve_of, largest_running, run_of
 from ecornn.profiler.history import History
 from ecornn.profiler.lives import Lives, Mark, Marks
 from ecornn.profiler.observation import Observation
 from ecornn.profiler.recorded import HistoryCounts
-from ecornn.profiler.steps import read_step
-from support.recorded_steps import recorded
+from ecornn.profiler.rehearsal import Rehearsal, Rehearsed, rehearse
+from ecornn.profiler.steps import Made, read_step
+from support.recorded_steps import CPU, Emulated, recorded
 
 MIB = 1 << 20
 
@@ -41,10 +44,10 @@ def test_an_unseen_batch_is_predicted(name: str, monkeypatch: pytest.MonkeyPatch
     assert found.peak(40) == pytest.approx(real, rel=0.01)
 
 
-Made = tuple[str, int, bool]
+Taken = tuple[str, int, bool]
 
 
-def report_of(step: Sequence[Made]) -> Any:
+def report_of(step: Sequence[Taken]) -> Any:
     """Of a step that takes (operator, bytes, whether it is kept to the end) one after the other;
     what is not kept is given up once the next is there."""
     marks, events, in_use = Marks(lambda _: None), [], {}
@@ -74,7 +77,7 @@ def report_of(step: Sequence[Made]) -> Any:
     )
 
 
-def layers(batch: int, *, first: bool) -> list[Made]:
+def layers(batch: int, *, first: bool) -> list[Taken]:
     """As cuDNN's recurrent layers do: a workspace that is given up, and a reserve that stays."""
     workspace, reserve = ("workspace", 6 * batch * MIB, False), ("reserve", 5 * batch * MIB, True)
     output = ("output", batch * MIB, True)
@@ -109,6 +112,45 @@ def test_scratch_that_only_some_sizes_have() -> None:
     large.insert(2, ("convert", 200 * MIB, False))
     curve = curve_of([run_of(4, report_of(small)), run_of(8, report_of(large))])
     assert not curve.same_storages, "too much of it is not known"
+
+
+def rehearsed(batch: int) -> Rehearsal:
+    def make() -> Made:
+        return read_step(make_step("transformer", size="tiny", device="cpu", batch=batch))
+
+    return rehearse(batch, make, Emulated(), CPU)
+
+
+def test_a_rehearsal_has_all_that_a_batch_allocates() -> None:
+    """From the making of the model on; and with it the sizes of another batch."""
+    small, large, real = (rehearsed(batch) for batch in (3, 5, 11))
+    both = Rehearsed(small, large)
+    assert both.unknown_share == 0
+    assert both.are_alike
+    made = [i for i, born in enumerate(large.born) if born]
+    assert [both.sizes(11)[i] for i in made] == [
+        int(size) for size, born in zip(real.sizes, real.born, strict=True) if born
+    ]
+    operators = [operator for operator, _, _ in large.keys]
+    assert any(operator.startswith("transformer_layers.") for operator in operators)
+    phases = [phase for _, _, phase in large.keys]
+    starts = [i for i in made if phases[i] == "optimizer" != phases[i - 1]]
+    assert len(starts) == STEPS
+
+
+def test_state_that_is_made_in_the_first_step_lies_in_the_way() -> None:
+    """What a step leaves in the middle of a block is not there for the next one's."""
+    keys = (("make", "", ""), ("run", "a", "forward"), ("state", "", "optimizer"), ("run",) * 3)
+    born, freed = (1, 2, 3, 4), (None, 3, None, 5)
+    found = [
+        Rehearsal(batch, born, freed, np.asarray([MIB, batch * MIB, 2 * MIB, batch * MIB]), keys)
+        for batch in (20, 40)
+    ]
+    both = Rehearsed(*found)
+    assert both.sizes(100) == [MIB, 100 * MIB, 2 * MIB, 100 * MIB]
+    assert both.runs_within(202 * MIB, 100), "small ones have a block of their own"
+    assert not both.runs_within(201 * MIB, 100), "two of 100, though one is alive at a time"
+    assert largest_running(partial(both.runs_within, 202 * MIB), 1000) == 100
 
 
 def test_keys_are_aligned_in_order() -> None:

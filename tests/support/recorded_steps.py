@@ -43,6 +43,8 @@ class Emulated(TorchDispatchMode):
         self.said[0] = text
 
     def start(self) -> None:
+        if self.recording:
+            return
         self.recording = True
         for tensor in tensors_alive():
             self._open(tensor)
