@@ -40,7 +40,7 @@ def test_the_rows_add_up_to_the_allocator_s_peak(name: str, operators: bool) -> 
     step.clear()
     report = profile(step, step.model, step.optimizer, operators=operators)
     assert report.unit == ("operator" if operators else "allocation")
-    assert report.notes == ()
+    assert set(report.notes) <= {"tensors on cpu are not counted"}, "the optimizer's counters"
     assert report.peak_bytes == pytest.approx(measured, rel=OF_ROWS)
     assert sum(row.bytes for row in report.rows if row.kind in COUNTED) == report.peak_bytes
     assert report.timeline.total(report.peak_time) == report.peak_bytes

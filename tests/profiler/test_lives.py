@@ -176,7 +176,7 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
         32: ("", ("layer: tanh",), (), None),
         7: ("", (), (), None),
     }
-    assert seen.elsewhere == {"meta"}
+    assert seen.elsewhere == {torch.device("meta")}
 
 
 class FakeCuda:

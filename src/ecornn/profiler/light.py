@@ -55,7 +55,8 @@ class LightCollector:
         self.sightings = Sightings(device, self._marks.passed)
         self.graph = Graph(self._kept, self._met)
         self._compiled = CompiledGraphs(model)
-        self._roles = Roles(self.sightings, model, optimizers, self._moved)
+        # States are mostly written in place: what is seen of them afterwards is what was before.
+        self._roles = Roles(self.sightings, model, optimizers, self._moved, states_first=False)
         self._calls = Calls(model, self._roles.inputs, self._moved)
         self._starts: Starts | None = None
         #: Of the hooks on nodes; in a list of its own each, since a node may be gone by then.
@@ -129,7 +130,7 @@ class LightCollector:
             found.times,
             count,
             [
-                *elsewhere_notes(self.sightings.elsewhere),
+                *elsewhere_notes(set(map(str, self.sightings.elsewhere))),
                 *compiled_notes(saw_compiled=bool(self._saved_values), unread=self._unread),
                 *packed_notes(self.graph.packed),
             ],

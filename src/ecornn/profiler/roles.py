@@ -13,7 +13,6 @@ from torch.optim.optimizer import (
 )
 
 from ecornn.profiler.operators import tensors_in
-from ecornn.profiler.storages import within_reach
 
 OUTSIDE = "a parameter outside of the model"
 
@@ -35,16 +34,20 @@ class Roles:
         model: nn.Module,
         optimizers: Iterable[Optimizer],
         moved: Callable[[], None] = lambda: None,
+        *,
+        states_first: bool = True,
     ) -> None:
-        """`moved` is told that an optimizer's step begins or ends."""
+        """`moved` is told that an optimizer's step begins or ends. `states_first`: the optimizers'
+        states are looked at before the step; they are so after it in any case."""
         self._book, self._model, self._moved = book, model, moved
         self._optimizers: list[Optimizer] = []
         #: How many optimizers are inside `step`.
         self.stepping = 0
-        self.names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
+        #: By the identity of a parameter: its name, and the module's path.
+        self.names: dict[int, tuple[str, str]] = {}
         self._weights(before=True)
         for optimizer in optimizers:
-            self._add(optimizer, before=True)
+            self._add(optimizer, before=True, states=states_first)
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -53,12 +56,11 @@ class Roles:
             self._watch(parameter)
 
     def _parameters(self) -> Iterator[Tensor]:
-        seen: set[int] = set()
-        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
-        for parameter in [*self._model.parameters(), *(one for group in groups for one in group)]:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
+        found = {id(one): one for one in self._model.parameters()}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found |= {id(one): one for one in group["params"]}
+        yield from found.values()
 
     def _watch(self, parameter: Tensor) -> None:
         if parameter.requires_grad and parameter.is_leaf:
@@ -66,44 +68,42 @@ class Roles:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _weights(self, *, before: bool = False) -> None:
+        mark = self._book.mark
         for name, parameter in self._model.named_parameters():
-            self._mark(parameter, "weights", f"the parameter {name}", _owner(name), before=before)
+            owner = _owner(name)
+            self.names[id(parameter)] = (name, owner)
+            mark(parameter, "weights", f"the parameter {name}", owner, before=before)
             self._gradient(parameter, before=before)
         for name, buffer in self._model.named_buffers():
-            self._mark(buffer, "weights", f"the buffer {name}", _owner(name), before=before)
+            mark(buffer, "weights", f"the buffer {name}", _owner(name), before=before)
 
     def _gradient(self, parameter: Tensor, *, before: bool = False) -> None:
-        if parameter.grad is not None:
-            name = self.names.get(id(parameter), OUTSIDE)
-            path, text = self._path(parameter), f"the gradient of {name}"
-            self._mark(parameter.grad, "gradients", text, path, before=before)
+        gradient = parameter.grad
+        if gradient is not None:
+            name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
+            text = f"the gradient of {name}"
+            self._book.mark(gradient, "gradients", text, owner, before=before)
 
-    def _path(self, parameter: Tensor) -> str:
-        return _owner(self.names.get(id(parameter), ""))
-
-    def _add(self, optimizer: Optimizer, *, before: bool = False) -> None:
+    def _add(self, optimizer: Optimizer, *, before: bool = False, states: bool = True) -> None:
         if not any(one is optimizer for one in self._optimizers):
             self._optimizers.append(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self.names:
-                    self._mark(parameter, "weights", OUTSIDE, "", before=before)
-                self._gradient(parameter, before=before)
-                self._state(parameter, optimizer.state.get(parameter, {}), before=before)
+                    self._book.mark(parameter, "weights", OUTSIDE, "", before=before)
+                    self._gradient(parameter, before=before)
+                state = optimizer.state.get(parameter) if states else None
+                if state:
+                    self._state(parameter, state, before=before)
 
     def _state(self, parameter: Tensor, state: Any, *, before: bool) -> None:
-        name = self.names.get(id(parameter), OUTSIDE)
+        name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
         for key, value in state.items():
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, Tensor):
-                    path, text = self._path(parameter), f"{key} of {name}"
-                    self._mark(one, "optimizer state", text, path, before=before)
-
-    def _mark(
-        self, tensor: Tensor, role: str, text: str, module: str, *, before: bool = False
-    ) -> None:
-        if within_reach(tensor):
-            self._book.mark(tensor, role, text, module, before=before)
+                    self._book.mark(
+                        one, "optimizer state", f"{key} of {name}", owner, before=before
+                    )
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not any(one is optimizer for one in self._optimizers):
@@ -119,7 +119,7 @@ class Roles:
         """What is handed to the model from outside."""
         for tensor in tensors_in(tensors):
             # What an operator with a derivative made is no input.
-            if tensor.grad_fn is None and within_reach(tensor):
+            if tensor.grad_fn is None:
                 self._book.handed(tensor)
 
     def close(self) -> None:

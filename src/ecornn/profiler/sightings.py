@@ -15,7 +15,7 @@ from torch import Tensor
 from ecornn.profiler.compiled import Value
 from ecornn.profiler.lives import FIRST, Lives
 from ecornn.profiler.operators import COMPILED
-from ecornn.profiler.storages import PLAIN, Record, parts
+from ecornn.profiler.storages import Record, parts
 
 #: After all that is recorded.
 LAST = 1 << 62
@@ -47,7 +47,7 @@ class Sightings:
         self._now = now
         self.recording = False
         self._began = False
-        self.elsewhere: set[str] = set()
+        self.elsewhere: set[torch.device] = set()
         self._roles: list[tuple[Sighting, str, str, str]] = []
         self._kept: list[tuple[Sighting, Keeper, Value | None]] = []
         #: By when the graph was read: address and keeper.
@@ -58,12 +58,6 @@ class Sightings:
 
     def end(self) -> None:
         self.recording = False
-
-    @property
-    def number(self) -> int:
-        if self.recording:
-            return self._now()
-        return LAST if self._began else FIRST
 
     def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
         """`before` or not: an allocation tells itself when it was made."""
@@ -76,7 +70,7 @@ class Sightings:
         """For the backward pass of one node."""
         known = self._kept_at.setdefault(number, set())
         for tensor in tensors:
-            for part in (tensor,) if type(tensor) in PLAIN else parts(tensor):
+            for part in parts(tensor):
                 seen = self._seen(part, number)
                 # weights and states are kept by one operator over and over
                 if seen is not None and (seen.address, by.text) not in known:
@@ -85,7 +79,7 @@ class Sightings:
                     self._kept.append((seen, by, value))
 
     def _marked(self, tensor: Tensor, role: str, text: str, module: str) -> None:
-        number = self.number
+        number = self._now() if self.recording else LAST if self._began else FIRST
         for part in parts(tensor):
             seen = self._seen(part, number)
             if seen is not None:
@@ -94,7 +88,7 @@ class Sightings:
     def _seen(self, part: Tensor, number: int) -> Sighting | None:
         """Of a tensor with a storage that can be reached and is on the device."""
         if part.device != self._device:
-            self.elsewhere.add(str(part.device))
+            self.elsewhere.add(part.device)
             return None
         try:
             storage = part.untyped_storage()

@@ -150,6 +150,8 @@ class Ledger:
 
     def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
         """`before`: if nobody has seen it yet, it was there before the step."""
+        if not within_reach(tensor):
+            return
         if before:
             self.given(tensor, role, text, module)
         else:
@@ -158,7 +160,7 @@ class Ledger:
             record.take_role(role, text, module)
 
     def handed(self, tensor: Tensor) -> None:
-        for record in self.records_of(tensor):
+        for record in self.records_of(tensor) if within_reach(tensor) else ():
             record.was_handed_over()
 
     def made(
