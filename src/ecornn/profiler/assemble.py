@@ -18,28 +18,29 @@ from ecornn.profiler.model import (
     Timeline,
     WhatIf,
     largest_first,
-    rows_of,
 )
 from ecornn.profiler.observation import Bytes, Observation
 from ecornn.profiler.places import line_text
 from ecornn.profiler.storages import Record
 
+_NUMBER = {kind: number for number, kind in enumerate(TENSORS)}
+
 
 def assemble(seen: Observation, error: BaseException | None) -> MemoryReport:
     length = len(seen.times) + 1
-    held = _held(seen.records, in_blocks=_in_blocks(seen.device))
-    sums = _Sums(held, length)
+    in_blocks = _in_blocks(seen.device)
+    sums = _Sums(seen.records, length, in_blocks=in_blocks)
     columns = {kind: sums.of(kind) for kind in TENSORS}
     columns = {kind: column for kind, column in columns.items() if column.any()}
     operators, modules, phases = zip(("", "", "before"), *seen.times, strict=True)
     beside = seen.count.beside(sum(columns.values(), sums.nothing), sums.padding, modules)
     columns |= beside.columns
     rows = [*sums.rows(beside.peak_time), *beside.rows]
-    return MemoryReport(
+    return MemoryReport.with_storages_later(
+        lambda: _held(seen.records, in_blocks=in_blocks),
         device=str(seen.device),
         peak_time=beside.peak_time,
         rows=tuple(largest_first(rows)),
-        held=held,
         timeline=Timeline(
             phase=phases,
             operator=operators,
@@ -117,22 +118,22 @@ def _why(record: Record) -> str:
 class _Sums:
     """Bytes at each time of those that are alive."""
 
-    def __init__(self, held: Sequence[Held], length: int) -> None:
-        self._held, self._length = held, length
-        self._born = np.asarray([one.born for one in held], np.int64)
-        ends = [length if one.freed is None else min(one.freed, length) for one in held]
+    def __init__(self, records: Sequence[Record], length: int, *, in_blocks: bool) -> None:
+        self._records, self._length = records, length
+        self._born = np.asarray([one.born for one in records], np.int64)
+        ends = [length if one.freed is None else min(one.freed, length) for one in records]
         self._freed = np.asarray(ends, np.int64)
-        self._bytes = np.asarray([one.bytes for one in held], np.int64)
-        self._kinds = np.asarray([TENSORS.index(one.kind) for one in held], np.int64)
-        blocks = np.asarray([one.allocated_bytes for one in held], np.int64)
-        self.padding = self._over_time(blocks - self._bytes)
+        self._bytes = np.asarray([one.bytes for one in records], np.int64)
+        self._kinds = np.asarray([_NUMBER[kind_of(one)] for one in records], np.int64)
+        padding = -self._bytes % BLOCK if in_blocks else np.zeros_like(self._bytes)
+        self.padding = self._over_time(padding)
 
     @property
     def nothing(self) -> Bytes:
         return np.zeros(self._length, np.int64)
 
     def of(self, kind: str) -> Bytes:
-        return self._over_time(np.where(self._kinds == TENSORS.index(kind), self._bytes, 0))
+        return self._over_time(np.where(self._kinds == _NUMBER[kind], self._bytes, 0))
 
     def _over_time(self, counts: Bytes) -> Bytes:
         changes = np.zeros(self._length + 1, np.int64)
@@ -142,8 +143,13 @@ class _Sums:
         return found
 
     def rows(self, time: int) -> list[Row]:
-        alive = np.flatnonzero((self._born <= time) & (time < self._freed))
-        return rows_of([self._held[int(i)] for i in alive], time)
+        """By module and kind."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for i in np.flatnonzero((self._born <= time) & (time < self._freed)):
+            one = self._records[int(i)]
+            if one.bytes:
+                found.setdefault((one.module, kind_of(one)), []).append(one.bytes)
+        return [Row(*key, sum(sizes), len(sizes)) for key, sizes in found.items()]
 
 
 def _notes(seen: Observation, phase: str) -> list[str]:

@@ -19,8 +19,8 @@ On the CPU and on meta tensors there is no allocator to ask: all rows are of `TE
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ KINDS = COUNTED + BEYOND
 
 PHASES = ("before", "forward", "backward", "optimizer")
 FORMAT = 1
+_MAKE_HELD = "_make_held"
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,29 @@ class MemoryReport:
     unit: str = "operator"
     #: By module, most feature maps first; empty unless the profile was asked for it.
     what_if: tuple[WhatIf, ...] = ()
+
+    @classmethod
+    def with_storages_later(
+        cls, make_held: Callable[[], tuple[Held, ...]], **others: Any
+    ) -> MemoryReport:
+        """`held` is made when it is first asked for: a step has thousands of storages, which take
+        as long to tell as all the rest, and who looks at the rows alone needs none."""
+        report = cls(held=(), **others)
+        del report.__dict__["held"]
+        report.__dict__[_MAKE_HELD] = make_held
+        return report
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there."""
+        make = self.__dict__.get(_MAKE_HELD) if name == "held" else None
+        if make is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        held = self.__dict__["held"] = make()
+        del self.__dict__[_MAKE_HELD]
+        return held
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def peak_bytes(self) -> int:
