@@ -70,7 +70,7 @@ def report_of(step: Sequence[Taken]) -> Any:
         events.append({"action": "free_requested", "addr": scratch[0], "size": scratch[1]})
     history = History(events, in_use, 0, 0, most)
     lives = Lives(history, marks.said)
-    count = HistoryCounts(history, lives.reserved, 0)
+    count = HistoryCounts(history, lives.reserved_at, 0)
     device = torch.device("meta")
     return assemble(
         Observation(device, lives.records, lives.times, count, [], unit="allocation"), None

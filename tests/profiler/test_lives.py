@@ -96,12 +96,12 @@ def test_reserved_memory_is_counted_back_from_the_end(marks: Marks) -> None:
         event("oom", 0, 2**50),
     ]
     lives = Lives(History(events, {}, 2 * MIB, 0, 512), marks.said)
-    assert [count // MIB for count in lives.reserved] == [20, 22, 6]
+    assert [lives.reserved_at(time) // MIB for time in range(3)] == [20, 22, 6]
 
 
 def report_of(done: History, marks: Marks) -> MemoryReport:
     lives = Lives(done, marks.said)
-    count = HistoryCounts(done, lives.reserved, driver=99)
+    count = HistoryCounts(done, lives.reserved_at, driver=99)
     seen = Observation(torch.device("meta"), lives.records, lives.times, count, [])
     return assemble(seen, None)
 

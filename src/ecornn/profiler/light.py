@@ -123,7 +123,7 @@ class LightCollector:
         assert self._history is not None
         found = Lives(self._history, self._marks.said)
         self.sightings.apply(found)
-        count = HistoryCounts(self._history, found.reserved, self._recorder.driver_bytes())
+        count = HistoryCounts(self._history, found.reserved_at, self._recorder.driver_bytes())
         return Observation(
             self._device,
             found.records,

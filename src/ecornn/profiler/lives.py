@@ -62,18 +62,23 @@ class Lives:
     def __init__(self, history: History, said: Mapping[int, Mark]) -> None:
         #: At each time from 1: operator, module, phase.
         self.times: list[tuple[str, str, str]] = []
-        #: At each time from 0: what the allocator has taken from the device.
-        self.reserved: list[int] = [0]
+        #: After which time it changed, and by how much until then: memory taken from the device.
+        self._reserved: list[tuple[int, int]] = [(-1, 0)]
         self._before: list[Record] = []
         self._made: list[Record] = []
         #: By address, in order: the number that had been passed, and what came to lie there.
         self._at: dict[int, list[tuple[int, Record]]] = {}
-        alive, reserved = self._follow(history.events, said)
+        alive, changed = self._follow(history.events, said)
+        self._reserved_before = history.reserved - changed
         for address, size in history.in_use.items():
             if address not in alive:
                 self._was_before(address, size)
-        self.reserved = [history.reserved - reserved + one for one in self.reserved]
         self.records = self._before + self._made
+
+    def reserved_at(self, time: int) -> int:
+        """What the allocator had taken from the device, counted back from the end."""
+        changes = [count for after, count in self._reserved if after < time]
+        return self._reserved_before + changes[-1]
 
     def in_order(self, before: Iterable[Record]) -> None:
         """What was there before, in the order in which the program told of it: addresses say
@@ -87,12 +92,12 @@ class Lives:
         self, events: Sequence[Mapping[str, Any]], said: Mapping[int, Mark]
     ) -> tuple[dict[int, Record], int]:
         """What is alive at the end, by address, and how much more is reserved than before."""
-        place_of = Places().of
+        place_of, nowhere = Places().of, ("", "")
         alive: dict[int, Record] = {}
         passed, time, reserved = FIRST + 1, 0, 0
         told, (phase, module, node) = "", NOTHING
         times, made, at = self.times, self._made, self._at
-        for event in events:
+        for event in events:  # thousands: nothing is done here that can be done later
             action = event["action"]
             if action == "alloc":
                 if event["user_metadata"] != told:
@@ -100,11 +105,11 @@ class Lives:
                     number = int(told) if told.isdecimal() else 0
                     passed = max(passed, number) if number in said else passed
                     phase, module, node = said.get(number, NOTHING)
-                operator, line = place_of(event.get("frames", ()))
+                frames = event.get("frames")
+                operator, line = place_of(frames) if frames else nowhere
                 operator = node or operator
                 time += 1
                 times.append((operator, module, phase))
-                self.reserved.append(reserved)
                 record = Record(event["size"], (), None, module, operator, None, time, None, line)
                 address = event["addr"]
                 alive[address] = record
@@ -119,8 +124,10 @@ class Lives:
                 found.freed = time + 1
             elif action in ("segment_alloc", "segment_map"):
                 reserved += event["size"]
+                self._reserved.append((time, reserved))
             elif action in ("segment_free", "segment_unmap"):
                 reserved -= event["size"]
+                self._reserved.append((time, reserved))
         return alive, reserved
 
     def _was_before(self, address: int, size: int) -> Record:
@@ -149,8 +156,6 @@ class Places:
     def of(self, frames: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         """The function that took the memory, such as "functional.relu", and the innermost line
         outside of torch and of this package's layers."""
-        if not frames:
-            return "", ""
         first = (frames[0]["filename"], frames[0]["name"])
         function = self._functions.get(first)
         if function is None:

@@ -6,7 +6,7 @@ by how much is known when the history begins, and at the peak, which the allocat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -19,8 +19,8 @@ APART = 0.01
 
 
 class HistoryCounts:
-    def __init__(self, history: History, reserved: Sequence[int], driver: int) -> None:
-        """`reserved`: at each time."""
+    def __init__(self, history: History, reserved: Callable[[int], int], driver: int) -> None:
+        """`reserved`: at a time."""
         self._history, self._reserved, self._driver = history, reserved, driver
 
     def beside(self, tensors: Bytes, padding: Bytes, modules: Sequence[str]) -> Beside:
@@ -31,7 +31,7 @@ class HistoryCounts:
         rounding[time] = peak - tensors[time]
         rows = [
             Row("", "rounding", int(rounding[time]), 0),
-            Row("", "reserved, unused", max(0, self._reserved[time] - peak), 0),
+            Row("", "reserved, unused", max(0, self._reserved(time) - peak), 0),
             Row("", "driver", self._driver, 0),
         ]
         told = [row for row in rows if row.bytes]
