@@ -55,7 +55,7 @@ def report_of(step: Sequence[Taken]) -> Any:
     scratch: tuple[int, int] | None = None
     for place, (operator, size, kept) in enumerate(step):
         marks.set(Mark("backward", "layer", operator))
-        number, address = max(marks.said), place << 40
+        number, address = marks.last, place << 40
         told = {"addr": address, "size": size, "user_metadata": str(number), "frames": ()}
         events.append({"action": "alloc", **told})
         now += size
@@ -69,7 +69,7 @@ def report_of(step: Sequence[Taken]) -> Any:
     if scratch is not None:
         events.append({"action": "free_requested", "addr": scratch[0], "size": scratch[1]})
     history = History(events, in_use, 0, 0, most)
-    lives = Lives(history, marks.said)
+    lives = Lives(history, marks.said, [])
     count = HistoryCounts(history, lives.reserved_at, 0)
     device = torch.device("meta")
     return assemble(

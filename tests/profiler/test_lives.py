@@ -43,7 +43,7 @@ def test_an_address_is_lent_again_and_again(marks: Marks) -> None:
     numbers = []
     for module in ("a", "b"):
         marks.set(Mark("forward", module))
-        numbers.append(max(marks.said))
+        numbers.append(marks.last)
     before = numbers[0] - 1
     done = History(
         [
@@ -58,7 +58,7 @@ def test_an_address_is_lent_again_and_again(marks: Marks) -> None:
         allocated_before=1024,
         peak=2048,
     )
-    lives = Lives(done, marks.said)
+    lives = Lives(done, marks.said, [4096, 12288])
     told = [(one.bytes, one.module, one.born, one.freed) for one in lives.records]
     assert told == [
         (100, "", 0, 1),
@@ -79,8 +79,8 @@ def test_numbers_of_an_earlier_profile_mean_nothing() -> None:
     first.set(Mark("backward", "old", "TanhBackward0"))
     second = Marks(lambda _: None)
     number = second.passed()
-    stale = max(first.said)
-    lives = Lives(History([event("alloc", 512, 8, stale)], {512: 8}, 0, 0, 512), second.said)
+    stale = first.last
+    lives = Lives(History([event("alloc", 512, 8, stale)], {512: 8}, 0, 0, 512), second.said, [512])
     assert lives.times == [("", "", "forward")]
     assert lives.find(512, number) is lives.records[0]
 
@@ -95,12 +95,12 @@ def test_reserved_memory_is_counted_back_from_the_end(marks: Marks) -> None:
         event("segment_unmap", 9 * MIB, 4 * MIB),
         event("oom", 0, 2**50),
     ]
-    lives = Lives(History(events, {}, 2 * MIB, 0, 512), marks.said)
+    lives = Lives(History(events, {}, 2 * MIB, 0, 512), marks.said, [])
     assert [lives.reserved_at(time) // MIB for time in range(3)] == [20, 22, 6]
 
 
 def report_of(done: History, marks: Marks) -> MemoryReport:
-    lives = Lives(done, marks.said)
+    lives = Lives(done, marks.said, [])
     count = HistoryCounts(done, lives.reserved_at, driver=99)
     seen = Observation(torch.device("meta"), lives.records, lives.times, count, [])
     return assemble(seen, None)
@@ -155,7 +155,7 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
     seen.mark(weight, "weights", "the parameter w", "layer", before=True)
     seen.begin()
     marks.set(Mark("forward", "layer"))
-    number = max(marks.said)
+    number = marks.last
     seen.kept([part, part], marks.passed(), Keeper("layer: tanh", True, {}))
     seen.handed(torch.zeros(2, device="meta"))
     seen.end()
@@ -167,7 +167,7 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
         0,
         1,
     )
-    lives = Lives(done, marks.said)
+    lives = Lives(done, marks.said, seen.addresses)
     seen.apply(lives)
     told = {one.bytes: (one.role, one.kept_by, one.shape, one.dtype) for one in lives.records}
     assert told == {

@@ -121,7 +121,7 @@ class LightCollector:
 
     def observation(self) -> Observation:
         assert self._history is not None
-        found = Lives(self._history, self._marks.said)
+        found = Lives(self._history, self._marks.said, self.sightings.addresses)
         self.sightings.apply(found)
         count = HistoryCounts(self._history, found.reserved_at, self._recorder.driver_bytes())
         return Observation(

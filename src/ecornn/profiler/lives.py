@@ -30,6 +30,10 @@ class Mark(NamedTuple):
 NOTHING = Mark("forward", "")
 
 
+#: By the text of a number: the number, and what it stands for.
+Said = Mapping[str, tuple[int, Mark]]
+
+
 class Marks:
     """What the program was doing, by the number that stands beside what the allocator did."""
 
@@ -38,18 +42,20 @@ class Marks:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self.said: dict[int, Mark] = {}
-        self._now, self._last = NOTHING, next(self._next)
+        #: By the text of the number.
+        self.said: dict[str, tuple[int, Mark]] = {}
+        self._now, self.last = NOTHING, next(self._next)
 
     def set(self, mark: Mark) -> None:
         self._now = mark
-        self._last = number = next(self._next)
-        self.said[number] = mark
-        self._say(str(number))
+        self.last = number = next(self._next)
+        text = str(number)
+        self.said[text] = (number, mark)
+        self._say(text)
 
     def passed(self) -> int:
         """A number between what was done until now and what follows."""
-        number = self._last
+        number = self.last
         self.set(self._now)
         return number
 
@@ -59,7 +65,8 @@ class Lives:
     its own. What ends between two allocations is there at the time of the first, so that the most
     that is alive at any time is the most there ever was."""
 
-    def __init__(self, history: History, said: Mapping[int, Mark]) -> None:
+    def __init__(self, history: History, said: Said, addresses: Iterable[int]) -> None:
+        """`addresses`: those that will be asked for."""
         #: At each time from 1: operator, module, phase.
         self.times: list[tuple[str, str, str]] = []
         #: After which time it changed, and by how much until then: memory taken from the device.
@@ -67,7 +74,7 @@ class Lives:
         self._before: list[Record] = []
         self._made: list[Record] = []
         #: By address, in order: the number that had been passed, and what came to lie there.
-        self._at: dict[int, list[tuple[int, Record]]] = {}
+        self._at: dict[int, list[tuple[int, Record]]] = {one: [] for one in addresses}
         alive, changed = self._follow(history.events, said)
         self._reserved_before = history.reserved - changed
         for address, size in history.in_use.items():
@@ -89,7 +96,7 @@ class Lives:
         self.records = self._before + self._made
 
     def _follow(
-        self, events: Sequence[Mapping[str, Any]], said: Mapping[int, Mark]
+        self, events: Sequence[Mapping[str, Any]], said: Said
     ) -> tuple[dict[int, Record], int]:
         """What is alive at the end, by address, and how much more is reserved than before."""
         place_of, nowhere = Places().of, ("", "")
@@ -102,9 +109,9 @@ class Lives:
             if action == "alloc":
                 if event["user_metadata"] != told:
                     told = event["user_metadata"]
-                    number = int(told) if told.isdecimal() else 0
-                    passed = max(passed, number) if number in said else passed
-                    phase, module, node = said.get(number, NOTHING)
+                    number, (phase, module, node) = said.get(told, (0, NOTHING))
+                    if number > passed:
+                        passed = number
                 frames = event.get("frames")
                 operator, line = place_of(frames) if frames else nowhere
                 operator = node or operator
@@ -115,8 +122,6 @@ class Lives:
                 alive[address] = record
                 if address in at:
                     at[address].append((passed, record))
-                else:
-                    at[address] = [(passed, record)]
                 made.append(record)
             elif action == "free_requested":
                 address = event["addr"]
@@ -132,7 +137,8 @@ class Lives:
 
     def _was_before(self, address: int, size: int) -> Record:
         record = Record(size, (), None, "", "", None, 0)
-        self._at.setdefault(address, []).insert(0, (FIRST, record))
+        if address in self._at:
+            self._at[address].insert(0, (FIRST, record))
         self._before.append(record)
         return record
 

@@ -100,6 +100,11 @@ class Sightings:
         whole = not part.is_nested and part.nbytes == storage.nbytes()
         return Sighting(number, address, *((part.shape, part.dtype) if whole else ((), None)))
 
+    @property
+    def addresses(self) -> set[int]:
+        seen = [one[0] for one in self._roles] + [one[0] for one in self._kept]
+        return {one.address for one in seen}
+
     def apply(self, lives: Lives) -> None:
         """To the records of the allocations."""
         told: dict[int, Record] = {}
