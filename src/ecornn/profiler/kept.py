@@ -7,7 +7,7 @@ own check of tensors that were overwritten stay as they are.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ecornn.profiler.storages import within_reach
 
 _RAW = "_raw_saved_"
+_SEVERAL = frozenset((tuple, list))
 _ENTRY = "_engine_run_backward"
 
 
@@ -120,7 +121,7 @@ class Graph:
             if self._met is not None:
                 self._met(known)
             if kind.saved or kind.has_others:
-                tensors = list(self._saved(node, kind))
+                tensors = self._saved(node, kind)
                 if tensors:
                     self._tell(known, tensors)
 
@@ -147,25 +148,29 @@ class Graph:
         roots = [one.grad_fn for one in tensors_alive() if one.grad_fn is not None]
         self.visit([node for node in roots if node._sequence_nr() >= since])
 
-    def _saved(self, node: Any, kind: Kind) -> Iterator[Tensor]:
+    def _saved(self, node: Any, kind: Kind) -> list[Tensor]:
+        found: list[Tensor] = []
         for name in kind.saved:
             try:
-                found = getattr(node, name)
+                saved = getattr(node, name)
             except RuntimeError:
                 continue  # given up already
-            for one in found if isinstance(found, tuple | list) else (found,):
-                yield from self._unpacked(one)
+            if type(saved) in _SEVERAL:
+                for one in saved:
+                    self._unpack(one, found)
+            elif saved is not None:
+                self._unpack(saved, found)
         # Functions of the program may also keep tensors as attributes of their context.
         for value in vars(node).values() if kind.has_others else ():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(one, Tensor):
-                    yield one
+            several = value if type(value) in _SEVERAL else (value,)
+            found += [one for one in several if isinstance(one, Tensor)]
+        return found
 
-    def _unpacked(self, saved: Any) -> Iterator[Tensor]:
+    def _unpack(self, saved: Any, found: list[Tensor]) -> None:
         """Without the program's own unpacking, which may run a whole forward pass."""
-        found = saved.data if saved is not None else None
-        if isinstance(found, Tensor):
-            yield found
+        tensor = saved.data if saved is not None else None
+        if isinstance(tensor, Tensor):
+            found.append(tensor)
         elif saved is not None and getattr(saved, "unpack_hook", None) is not None:
             self.packed += 1
 

@@ -6,6 +6,7 @@ it is written down by the address of its storage and the number that the marks h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -27,9 +28,9 @@ class Sighting(NamedTuple):
 
     number: int
     address: int
-    #: Of a tensor that fills it; else () and None.
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
+    #: Of the tensor; None for nested ones.
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
 
 
 class Keeper(NamedTuple):
@@ -68,15 +69,17 @@ class Sightings:
 
     def kept(self, tensors: Iterable[Tensor], number: int, by: Keeper) -> None:
         """For the backward pass of one node."""
-        known = self._kept_at.setdefault(number, set())
+        known, text = self._kept_at.setdefault(number, set()), by.text
         for tensor in tensors:
             for part in parts(tensor):
-                seen = self._seen(part, number)
+                key = (address_of(part), text)
                 # weights and states are kept by one operator over and over
-                if seen is not None and (seen.address, by.text) not in known:
-                    known.add((seen.address, by.text))
-                    value = by.values.get(part.untyped_storage()._cdata) if by.values else None
-                    self._kept.append((seen, by, value))
+                if key not in known:
+                    known.add(key)
+                    seen = self._seen(part, number)
+                    if seen is not None:
+                        value = by.values.get(part.untyped_storage()._cdata) if by.values else None
+                        self._kept.append((seen, by, value))
 
     def _marked(self, tensor: Tensor, role: str, text: str, module: str) -> None:
         number = self._now() if self.recording else LAST if self._began else FIRST
@@ -90,15 +93,11 @@ class Sightings:
         if part.device != self._device:
             self.elsewhere.add(part.device)
             return None
-        try:
-            storage = part.untyped_storage()
-        except NotImplementedError:  # as of those in torch.func
-            return None
-        address = storage.data_ptr()
+        address = address_of(part)
         if not address:
             return None
-        whole = not part.is_nested and part.nbytes == storage.nbytes()
-        return Sighting(number, address, *((part.shape, part.dtype) if whole else ((), None)))
+        shape: tuple[int, ...] | None = None if part.is_nested else part.shape
+        return Sighting(number, address, shape, part.dtype)
 
     @property
     def addresses(self) -> set[int]:
@@ -132,8 +131,20 @@ class Sightings:
                 record.role = "other"
 
 
+def address_of(part: Tensor) -> int:
+    """Of its storage; 0 if that is empty, or out of reach as of tensors in torch.func. Not by the
+    storage itself: its Python object would stay with it, and cost as much again when it dies."""
+    try:
+        return part.data_ptr() - int(part.storage_offset()) * part.element_size()
+    except RuntimeError:
+        return 0
+
+
 def _describe(record: Record, seen: Sighting) -> None:
-    if record.dtype is None:
+    """By a tensor that fills it."""
+    if record.dtype is not None or seen.shape is None:
+        return
+    if math.prod(seen.shape) * seen.dtype.itemsize == record.bytes:
         record.shape, record.dtype = seen.shape, seen.dtype
 
 
