@@ -55,8 +55,9 @@ class LightCollector:
         self.sightings = Sightings(device, self._marks.passed)
         self.graph = Graph(self._kept, self._met)
         self._compiled = CompiledGraphs(model)
-        # States are mostly written in place: what is seen of them afterwards is what was before.
-        self._roles = Roles(self.sightings, model, optimizers, self._moved, states_first=False)
+        # States are mostly written in place, and gradients stay: what is seen of them afterwards is
+        # what was before. Each look takes as long as an operator of a small model.
+        self._roles = Roles(self.sightings, model, optimizers, self._moved, at_every_chance=False)
         self._calls = Calls(model, self._roles.inputs, self._moved)
         self._starts: Starts | None = None
         #: Of the hooks on nodes; in a list of its own each, since a node may be gone by then.
@@ -90,7 +91,7 @@ class LightCollector:
         return reason
 
     def start(self) -> None:
-        self._starts = Starts(self._backward_starts, self._moved)
+        self._starts = Starts(self._backward_starts, self._backward_ended)
         self._recorder.start()
         self.sightings.begin()
         self._moved()
@@ -159,6 +160,11 @@ class LightCollector:
         self._number = self._marks.passed()
         self.graph.visit(roots)
         self._marks.set(Mark("backward", ""))
+
+    def _backward_ended(self) -> None:
+        with self.sightings.at_once():
+            self._roles.gradients()
+        self._moved()
 
     def _met(self, found: Node) -> None:
         """Have it say when it runs."""

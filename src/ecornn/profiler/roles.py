@@ -35,10 +35,11 @@ class Roles:
         optimizers: Iterable[Optimizer],
         moved: Callable[[], None] = lambda: None,
         *,
-        states_first: bool = True,
+        at_every_chance: bool = True,
     ) -> None:
-        """`moved` is told that an optimizer's step begins or ends. `states_first`: the optimizers'
-        states are looked at before the step; they are so after it in any case."""
+        """`moved` is told that an optimizer's step begins or ends. `at_every_chance`: optimizers'
+        states are looked at before the step as well as after it, and each gradient when it is
+        made; else gradients after a backward pass, unless somebody may take them away in it."""
         self._book, self._model, self._moved = book, model, moved
         self._optimizers: list[Optimizer] = []
         #: How many optimizers are inside `step`.
@@ -47,13 +48,14 @@ class Roles:
         self.names: dict[int, tuple[str, str]] = {}
         self._weights(before=True)
         for optimizer in optimizers:
-            self._add(optimizer, before=True, states=states_first)
+            self._add(optimizer, before=True, states=at_every_chance)
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         for parameter in self._parameters():
-            self._watch(parameter)
+            if at_every_chance or _is_hooked(parameter):
+                self._watch(parameter)
 
     def _parameters(self) -> Iterator[Tensor]:
         found = {id(one): one for one in self._model.parameters()}
@@ -83,6 +85,11 @@ class Roles:
             name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
             text = f"the gradient of {name}"
             self._book.mark(gradient, "gradients", text, owner, before=before)
+
+    def gradients(self) -> None:
+        """A backward pass has ended."""
+        for parameter in self._parameters():
+            self._gradient(parameter)
 
     def _add(self, optimizer: Optimizer, *, before: bool = False, states: bool = True) -> None:
         if not any(one is optimizer for one in self._optimizers):
@@ -132,6 +139,12 @@ class Roles:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    """Optimizers that step inside the backward pass hook the parameters."""
+    hooks = (parameter._post_accumulate_grad_hooks, parameter._backward_hooks)
+    return any(hooks)
 
 
 def _owner(name: str) -> str:

@@ -7,7 +7,8 @@ it is written down by the address of its storage and the number that the marks h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ class Sightings:
         self._now = now
         self.recording = False
         self._began = False
+        self._number: int | None = None
         self.elsewhere: set[torch.device] = set()
         self._roles: list[tuple[Sighting, str, str, str]] = []
         self._kept: list[tuple[Sighting, Keeper, Value | None]] = []
@@ -56,6 +58,15 @@ class Sightings:
 
     def begin(self) -> None:
         self.recording = self._began = True
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """For much that is seen while nothing is done."""
+        self._number = self._now() if self.recording else None
+        try:
+            yield
+        finally:
+            self._number = None
 
     def end(self) -> None:
         self.recording = False
@@ -82,7 +93,9 @@ class Sightings:
                         self._kept.append((seen, by, value))
 
     def _marked(self, tensor: Tensor, role: str, text: str, module: str) -> None:
-        number = self._now() if self.recording else LAST if self._began else FIRST
+        number = self._number
+        if number is None:
+            number = self._now() if self.recording else LAST if self._began else FIRST
         for part in parts(tensor):
             seen = self._seen(part, number)
             if seen is not None:
