@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import ecornn
 from ecornn.bench.models.step import Step, make_step
-from ecornn.bench.training.memory import peak_bytes
+from ecornn.bench.training.memory import limited_to, peak_bytes
 from ecornn.profiler import Profile, fit, profile
 from ecornn.profiler.allocator import EVERY
 from ecornn.profiler.blocks import Blocks
@@ -58,6 +59,28 @@ def test_an_unseen_batch_is_predicted(name: str) -> None:
     )
     step = ready(name, 3 * batch)
     assert found.peak(3 * batch) == pytest.approx(peak_bytes(step), rel=OF_PREDICTIONS)
+
+
+def test_what_the_allocator_has_room_for_is_foretold() -> None:
+    """Of a model whose cuDNN layers take workspaces: within two per cent, and one sample."""
+    found = fit(lambda samples: make_step("speech", batch=samples, device="cuda"), "8GiB")
+    assert found.largest is not None
+    assert found.largest_running is not None
+    assert found.largest_running <= found.largest
+    off = 1 + math.ceil(0.02 * found.largest_running)
+
+    def runs(batch: int) -> bool:
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            with limited_to(8.0, torch.device("cuda")):
+                ready("speech", batch)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    assert runs(found.largest_running - off)
+    assert not runs(found.largest_running + off)
 
 
 def test_few_readings_of_the_allocator_tell_what_all_would() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ecornn.profiler import assemble
@@ -76,7 +77,8 @@ class Emulated(TorchDispatchMode):
         for part in parts(tensor):
             storage = part.untyped_storage()
             size, key = storage.nbytes(), storage._cdata
-            if part.device != CPU or not size or key in self._alive:
+            simulated = isinstance(part, FakeTensor)
+            if part.device != CPU or not size or key in self._alive or simulated:
                 continue
             address = storage.data_ptr()
             self._alive[key] = (weakref.ref(storage, partial(self._died, key)), address, size)
