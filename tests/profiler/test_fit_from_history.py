@@ -15,7 +15,7 @@ import torch
 
 from ecornn.bench.models.step import make_step
 from ecornn.profiler import fit
-from ecornn.profiler.alignment import Key, aligned
+from ecornn.profiler.alignment import Key, aligned, key_of
 from ecornn.profiler.assemble import assemble
 from ecornn.profiler.blocks import STEPS
 from ecornn.profiler.curve import curve_of, largest_running, run_of
@@ -170,6 +170,14 @@ def test_as_much_as_possible_is_aligned() -> None:
         assert all(below[place] == above[i] for place, i in pairs)
         assert all(a < b for (a, _), (b, _) in pairwise(pairs))
         assert len(pairs) == _longest(below, above)
+
+
+def test_scratch_is_told_apart_from_results() -> None:
+    """Where one size has scratch and the other has none, results are aligned with results."""
+    at = ("conv.forward", "stem", "forward")
+    small = [key_of(at, 1, None), key_of(at, 2, None)]
+    large = [key_of(at, 1, None), key_of(at, 2, 3), key_of(at, 3, None)]
+    assert aligned(small, large).tolist() == [0, -1, 1]
 
 
 def _key(draw: random.Random) -> Key:

@@ -14,8 +14,16 @@ from numpy.typing import NDArray
 
 #: Operator, module and phase; or what was there before.
 Key = tuple[str, str, str]
+#: An operator's scratch and its result have one place: what is given up before anything else is
+#: taken is told apart.
+SCRATCH = " (scratch)"
 #: More than so many insertions and deletions are not looked for: those are other steps.
 MOST = 500
+
+
+def key_of(at: Key, born: int, freed: int | None) -> Key:
+    operator, module, phase = at
+    return (operator + SCRATCH, module, phase) if freed == born + 1 else at
 
 
 def aligned(below: Sequence[Key], above: Sequence[Key]) -> NDArray[np.int64]:

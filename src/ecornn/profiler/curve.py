@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ecornn.profiler.alignment import Key, aligned
+from ecornn.profiler.alignment import Key, aligned, key_of
 from ecornn.profiler.allocator import BLOCK
 from ecornn.profiler.blocks import Steps, Story
 from ecornn.profiler.model import COUNTED, Held, MemoryReport, Timeline
@@ -76,7 +76,8 @@ def run_of(batch: int, report: MemoryReport) -> Run:
 def _key(one: Held, timeline: Timeline) -> Key:
     if not one.born:
         return BEFORE, one.kind, one.why
-    return timeline.operator[one.born], timeline.module[one.born], timeline.phase[one.born]
+    at = (timeline.operator[one.born], timeline.module[one.born], timeline.phase[one.born])
+    return key_of(at, one.born, one.freed)
 
 
 @dataclass(frozen=True)

@@ -183,11 +183,9 @@ class _Observer:
             rehearsed = Rehearsed(*(self._rehearse(run.batch, device) for run in curve.runs[-2:]))
             if rehearsed.are_alike:
                 return lambda batch: rehearsed.runs_within(budget, batch)
-            alike = False
-        else:
+            reason = "what two batches allocate differs too much"
+        if curve.same_storages:
             notes.append(f"whether the allocator finds its blocks is told by one step: {reason}")
-            alike = curve.same_storages
-        if alike:
             return lambda batch: curve.runs_within(budget, batch)
         notes.append(
             "the storages differ between the two largest batches observed: whether the allocator"

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ecornn.profiler.alignment import Key, aligned
+from ecornn.profiler.alignment import Key, aligned, key_of
 from ecornn.profiler.blocks import STEPS, Blocks, OutOfBlocks
 from ecornn.profiler.history import Recording
 from ecornn.profiler.light import LightCollector
 from ecornn.profiler.steps import Made
 
+BEFORE: Key = ("", "", "before")
 #: Of the bytes allocated: those that may have no counterpart in a smaller batch's.
 UNKNOWN = 0.02
 
@@ -69,7 +70,10 @@ def rehearse(
         tuple(record.born for record in records),
         tuple(record.freed for record in records),
         np.asarray([record.bytes for record in records], float),
-        tuple(seen.times[one.born - 1] if one.born else ("", "", "before") for one in records),
+        tuple(
+            key_of(seen.times[one.born - 1], one.born, one.freed) if one.born else BEFORE
+            for one in records
+        ),
     )
 
 
