@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import gzip
+import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,6 +155,39 @@ def test_state_that_is_made_in_the_first_step_lies_in_the_way() -> None:
     assert both.runs_within(202 * MIB, 100), "small ones have a block of their own"
     assert not both.runs_within(201 * MIB, 100), "two of 100, though one is alive at a time"
     assert largest_running(partial(both.runs_within, 202 * MIB), 1000) == 100
+
+
+@pytest.fixture(scope="module")
+def speech() -> dict[int, Rehearsal]:
+    """All that three steps of a speech model allocated on an H200 limited to 16 GiB, by batch. A
+    batch of 83 did not run: its last allocation was asked for in vain."""
+    path = Path(__file__).parent / "data" / "speech-h200.json.gz"
+    told = json.loads(gzip.decompress(path.read_bytes()))["batches"]
+    return {
+        int(batch): Rehearsal(
+            int(batch),
+            tuple(one["born"]),
+            tuple(one["freed"]),
+            np.asarray(one["sizes"], float),
+            tuple(tuple(one["names"][key]) for key in one["keys"]),
+        )
+        for batch, one in told.items()
+    }
+
+
+def test_the_events_of_a_gpu_run_out_of_blocks_where_it_did(speech: dict[int, Rehearsal]) -> None:
+    for batch, ran in ((82, True), (83, False)):
+        itself = replace(speech[batch], batch=batch - 1)
+        assert Rehearsed(itself, speech[batch]).runs_within(16 << 30, batch) == ran
+
+
+def test_the_largest_batch_of_a_gpu_is_foretold_from_small_ones(
+    speech: dict[int, Rehearsal],
+) -> None:
+    both = Rehearsed(speech[8], speech[16])
+    assert both.are_alike
+    found = largest_running(partial(both.runs_within, 16 << 30), 94)
+    assert found == pytest.approx(82, rel=0.02)
 
 
 def test_keys_are_aligned_in_order() -> None:
