@@ -141,6 +141,15 @@ def test_what_does_not_add_up_is_said(marks: Marks) -> None:
     ]
 
 
+def test_blocks_that_others_have_not_split_add_up(marks: Marks) -> None:
+    """Half of what was there before is in none of the events, and is known."""
+    done = History([event("alloc", 4096, 512)], {512: 512 * 100}, 0, 512 * 200, 512 * 201)
+    report = report_of(done, marks)
+    assert report.notes == ()
+    assert (report.peak_time, report.peak_bytes) == (1, 512 * 201)
+    assert report.by_kind()["rounding"] == 512 * 100
+
+
 def test_an_empty_step(marks: Marks) -> None:
     report = report_of(History([], {512: 8}, 2 * MIB, 512, 512), marks)
     assert (report.peak_time, report.peak_bytes) == (0, 512)

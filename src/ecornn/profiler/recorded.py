@@ -35,7 +35,8 @@ class HistoryCounts:
             Row("", "driver", self._driver, 0),
         ]
         told = [row for row in rows if row.bytes]
-        return Beside(time, {"rounding": rounding}, told, tuple(self._notes(int(blocks[time]))))
+        counted = int(blocks[time]) + self._unsplit_before(blocks)
+        return Beside(time, {"rounding": rounding}, told, tuple(self._notes(counted)))
 
     def _unsplit_before(self, blocks: Bytes) -> int:
         return self._history.allocated_before - int(blocks[0])
