@@ -38,6 +38,7 @@ class Emulated(TorchDispatchMode):
         self.recording = False
         self._events: list[dict[str, Any]] = []
         self._alive: dict[int, tuple[Any, int, int]] = {}
+        self._lent: set[int] = set()
         self._now = self._most = self._before = 0
 
     def say(self, text: str) -> None:
@@ -81,11 +82,16 @@ class Emulated(TorchDispatchMode):
             if part.device != CPU or not size or key in self._alive or simulated:
                 continue
             address = storage.data_ptr()
+            if address in self._lent:
+                continue  # another storage's memory
+            self._lent.add(address)
             self._alive[key] = (weakref.ref(storage, partial(self._died, key)), address, size)
             self._write("alloc", address, size)
 
     def _died(self, key: int, _: Any) -> None:
         found = self._alive.pop(key, None)
+        if found is not None:
+            self._lent.discard(found[1])
         if found is not None and self.recording:
             self._write("free_requested", *found[1:])
 
