@@ -21,7 +21,7 @@ from ecornn.profiler.model import COUNTED, Held, MemoryReport, Timeline
 
 #: Blocks take a little more than the peak: by how much a batch is first tried to be smaller.
 NEAR = 0.03
-#: Of the bytes of a step: those that may have no counterpart in a smaller batch's.
+#: Of the bytes at the peak: those that may have no counterpart in a smaller batch's.
 UNKNOWN = 0.02
 BEFORE = "before"
 #: Does not grow with the batch as tensors do: taken as at the largest size.
@@ -105,8 +105,14 @@ class Curve:
 
     @cached_property
     def unknown_share(self) -> float:
-        """Of the bytes of the largest run: of storages that only it has."""
-        sizes = self.runs[-1].sizes
+        """Of the bytes at the largest run's peak: of storages that only it has."""
+        above = self.runs[-1]
+        peak = int(np.argmax(above.totals))
+        alive = [
+            born <= peak and (freed is None or peak < freed)
+            for born, freed in zip(above.story.born, above.story.freed, strict=True)
+        ]
+        sizes = np.where(alive, above.sizes, 0)
         without = (self._places < 0) & ~self._others
         return float(sizes[without].sum() / max(1.0, sizes.sum()))
 
