@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import ecornn
 from ecornn.bench.models.step import Step, make_step
-from ecornn.bench.training.memory import peak_bytes
+from ecornn.bench.training.memory import limited_to, peak_bytes
 from ecornn.profiler import Profile, fit, profile
 from ecornn.profiler.allocator import EVERY
 from ecornn.profiler.blocks import Blocks
@@ -32,12 +33,15 @@ def ready(name: str, batch: int) -> Step:
     return step
 
 
+@pytest.mark.parametrize("operators", [False, True], ids=["history", "operators"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_rows_add_up_to_the_allocator_s_peak(name: str) -> None:
+def test_the_rows_add_up_to_the_allocator_s_peak(name: str, operators: bool) -> None:
     step = ready(name, BATCHES[name])
     measured = peak_bytes(step)
     step.clear()
-    report = profile(step, step.model, step.optimizer)
+    report = profile(step, step.model, step.optimizer, operators=operators)
+    assert report.unit == ("operator" if operators else "allocation")
+    assert set(report.notes) <= {"tensors on cpu are not counted"}, "the optimizer's counters"
     assert report.peak_bytes == pytest.approx(measured, rel=OF_ROWS)
     assert sum(row.bytes for row in report.rows if row.kind in COUNTED) == report.peak_bytes
     assert report.timeline.total(report.peak_time) == report.peak_bytes
@@ -57,16 +61,105 @@ def test_an_unseen_batch_is_predicted(name: str) -> None:
     assert found.peak(3 * batch) == pytest.approx(peak_bytes(step), rel=OF_PREDICTIONS)
 
 
+def test_what_the_allocator_has_room_for_is_foretold() -> None:
+    """Of a model whose cuDNN layers take workspaces: within two per cent, and one sample."""
+    found = fit(lambda samples: make_step("speech", batch=samples, device="cuda"), "8GiB")
+    assert found.largest is not None
+    assert found.largest_running is not None
+    assert found.largest_running <= found.largest
+    off = 1 + math.ceil(0.02 * found.largest_running)
+
+    def runs(batch: int) -> bool:
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            with limited_to(8.0, torch.device("cuda")):
+                ready("speech", batch)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    assert runs(found.largest_running - off)
+    assert not runs(found.largest_running + off)
+
+
 def test_few_readings_of_the_allocator_tell_what_all_would() -> None:
     """Where the peak is, how high, and what is beside tensors in it."""
     step = ready("speech", BATCHES["speech"])
     few, all_of_them = (
-        Profile(step.model, (step.optimizer,), every=every).of(step) for every in (EVERY, 1)
+        Profile(step.model, (step.optimizer,), every=every, operators=True).of(step)
+        for every in (EVERY, 1)
     )
     assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=1e-3)
     assert few.timeline.operator == all_of_them.timeline.operator
     near = few.timeline.total(all_of_them.peak_time)
     assert near == pytest.approx(all_of_them.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["nmt", "gpt2"])
+def test_the_history_tells_what_every_operator_tells(name: str) -> None:
+    """Of all that is a tensor's, at the two peaks: module by module."""
+    step = ready(name, BATCHES[name])
+    found = [profile(step, step.model, step.optimizer, operators=way) for way in (False, True)]
+    for kind in ("weights", "optimizer state", "feature maps"):
+        history, operators = (
+            {row.module: row.bytes for row in report.rows if row.kind == kind} for report in found
+        )
+        assert history == pytest.approx(operators, rel=0.01), kind
+
+
+def texts_of_a_step(step: Step) -> set[str]:
+    """What stands beside its allocations, on every thread."""
+    record = torch.cuda.memory._record_memory_history
+    record("all", context=None, clear_history=True)
+    step()
+    (events,) = torch.cuda.memory._snapshot()["device_traces"]
+    record(None, clear_history=True)
+    return {event["user_metadata"] for event in events}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_nothing_is_left_of_the_history(breaks: bool) -> None:
+    step = ready("nmt", 4)
+
+    def broken() -> None:
+        loss = step.loss()
+        loss.register_hook(lambda _: 1 / 0)
+        loss.backward()
+
+    if breaks:
+        with pytest.raises(ZeroDivisionError):
+            profile(broken, step.model, step.optimizer)
+    else:
+        profile(step, step.model, step.optimizer)
+    assert not torch._C._cuda_isHistoryEnabled()
+    assert torch.cuda.memory._snapshot()["device_traces"] == [[]]
+    assert texts_of_a_step(step) == {""}
+
+
+def test_allocations_are_those_of_a_step_alone() -> None:
+    step = ready("nmt", 8)
+    record = torch.cuda.memory._record_memory_history
+    record("all", context=None, clear_history=True)
+    step()
+    (events,) = torch.cuda.memory._snapshot()["device_traces"]
+    record(None, clear_history=True)
+    alone = [event["size"] for event in events if event["action"] == "alloc"]
+    report = profile(step, step.model, step.optimizer)
+    assert [held.bytes for held in report.held if held.born] == alone
+
+
+def test_where_somebody_else_records_the_report_says_so() -> None:
+    step = ready("nmt", 4)
+    record = torch.cuda.memory._record_memory_history
+    record("all", context=None, clear_history=True)
+    try:
+        report = profile(step, step.model, step.optimizer)
+        assert torch._C._cuda_isHistoryEnabled(), "and goes on"
+    finally:
+        record(None, clear_history=True)
+    assert report.unit == "operator"
+    assert any("somebody else" in note for note in report.notes)
 
 
 def test_what_the_step_does_not_read_is_told_apart() -> None:

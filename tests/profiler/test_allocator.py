@@ -128,7 +128,7 @@ def test_tensors_that_the_step_does_not_touch_are_found() -> None:
     finally:
         collector.stop(failed=False)
     assert all(other.numel() for other in others)  # they were alive until here
-    report = assemble.assemble(collector, None)
+    report = assemble.assemble(collector.observation(), None)
     found = [one for one in report.held if one.bytes == extra.nbytes]
     assert [(one.kind, one.born) for one in found] == [("other", 0)]
 

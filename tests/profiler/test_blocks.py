@@ -15,6 +15,7 @@ from torch import nn
 
 from ecornn.profiler import fit
 from ecornn.profiler.blocks import BLOCK, MIB, Blocks, OutOfBlocks, Steps, Story
+from ecornn.profiler.curve import largest_running
 
 
 def test_segments_are_as_large_as_the_allocator_s() -> None:
@@ -130,7 +131,7 @@ def test_a_model_runs_with_somewhat_more_than_its_peak() -> None:
     memory = 2 * 2**30
     largest = curve.largest_within(memory, 2**16)
     assert largest is not None
-    running = curve.largest_running(memory, largest)
+    running = largest_running(lambda batch: curve.runs_within(memory, batch), largest)
     assert running is not None
     assert 0.75 * largest < running <= largest
     assert curve.runs_within(memory, running)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as optimizers
 
 from ecornn.errors import InvalidInput
 from ecornn.profiler import MemoryReport, collect, profile
 from ecornn.profiler.session import NotObserved
+from support.hooks import is_untouched
 
 
 class Breaks(nn.Module):
@@ -38,32 +38,6 @@ class BrokenOptimizer(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         raise KeyError("after")
-
-
-def hooks_of(model: nn.Module) -> list[int]:
-    of_modules = [
-        len(hooks)
-        for module in model.modules()
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._forward_hooks_always_called,
-        )
-    ]
-    of_weights = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
-    return of_modules + of_weights
-
-
-def is_untouched(model: nn.Module) -> bool:
-    from torch.autograd import graph
-
-    return (
-        not any(hooks_of(model))
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not optimizers._global_optimizer_pre_hooks
-        and not optimizers._global_optimizer_post_hooks
-        and torch.autograd._engine_run_backward is graph._engine_run_backward  # type: ignore[attr-defined]
-    )
 
 
 @pytest.mark.parametrize(

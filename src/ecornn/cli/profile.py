@@ -37,6 +37,13 @@ Device = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Given to the function as `batch`.")]
 Length = Annotated[int | None, typer.Option(min=1, help="Given to the function as `length`.")]
+Operators = Annotated[
+    bool,
+    typer.Option(
+        "--operators",
+        help="On a GPU: observe every operator, which takes longer and tells all shapes.",
+    ),
+]
 Echo = Annotated[
     str | None,
     typer.Option(help="Given to the function as `echo`: the memory that Echo may take, or auto."),
@@ -67,6 +74,7 @@ def profile(
             help="Also what making feature maps again would free and cost, by module.",
         ),
     ] = False,
+    operators: Operators = False,
     depth: Annotated[
         int | None, typer.Option(min=1, help="Levels of modules in the table.")
     ] = None,
@@ -87,7 +95,9 @@ def profile(
         else:
             options = {"batch": batch, "length": length, "echo": echo}
             given = {name: value for name, value in options.items() if value is not None}
-            report = observe(target, device, given, warm_up, console, what_if=what_if)
+            report = observe(
+                *(target, device, given, warm_up, console), what_if=what_if, operators=operators
+            )
         if before is None or against is None:
             show(report, out or [], depth, console)
         else:
@@ -151,6 +161,7 @@ def observe(
     console: Console,
     *,
     what_if: bool = False,
+    operators: bool = False,
 ) -> MemoryReport:
     """One step of what the target makes. Where it raises, that is told, and the report is of what
     was done up to there."""
@@ -173,7 +184,13 @@ def observe(
                     progress.update(bar, description=f"warm-up step {number + 1} of {warm_up}")
                     prepared.step()
                 progress.update(bar, description="observing one step")
-                return profile(prepared.step, prepared.model, prepared.optimizers, what_if=what_if)
+                return profile(
+                    prepared.step,
+                    prepared.model,
+                    prepared.optimizers,
+                    what_if=what_if,
+                    operators=operators,
+                )
     except Raised as raised:
         typer.echo(str(raised), err=True)
         report: MemoryReport | None = getattr(raised.error, "memory_report", None)

@@ -8,11 +8,15 @@ read for itself from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 
+from ecornn.profiler.model import Row
+from ecornn.profiler.observation import Beside, Bytes
 from ecornn.profiler.storages import Record
 
 #: Sizes are rounded up to it.
@@ -123,10 +127,53 @@ class Allocator:
         tensors = sum(record.bytes for record in records if record.born == 0)
         return (first.current - first.rounding - tensors) / max(1, self.at_peak.peak)
 
+    def beside(self, tensors: Bytes, padding: Bytes, modules: Sequence[str]) -> Beside:
+        columns = self._columns([int(total) for total in tensors])
+        peak = self.at_peak
+        time = peak.time
+        # What had no tensor before the step either, such as buffers of libraries, is nobody's.
+        before = max(0, min(columns["no tensor"][0], columns["no tensor"][time]))
+        inside = columns["no tensor"][time] - before
+        if not modules[time]:
+            before, inside = before + inside, 0
+        rows = [
+            Row("", "rounding", columns["rounding"][time], 0),
+            Row("", "no tensor", before, 0),
+            Row(modules[time], "no tensor", inside, 0),
+            Row("", "reserved, unused", max(0, peak.reserved - peak.peak), 0),
+            Row("", "driver", self.driver_bytes(), 0),
+        ]
+        told = {kind: np.asarray(column, np.int64) for kind, column in columns.items()}
+        return Beside(time, told, [row for row in rows if row.bytes])
+
+    def _columns(self, totals: Sequence[int]) -> dict[str, list[int]]:
+        """Rounding and memory without a tensor. Between two readings both are as at the earlier
+        one, but for the peak of the time between, which is where it was reached, and nowhere
+        exceeded."""
+        first = self.readings[0]
+        rounding = [first.rounding] * len(totals)
+        rest = [first.current - totals[0] - first.rounding] * len(totals)
+        for before, now in pairwise(self.readings):
+            persisting = before.current - totals[before.taken] - before.rounding
+            for time in range(before.taken + 1, now.taken):
+                rounding[time] = before.rounding
+                rest[time] = min(persisting, now.peak - totals[time] - before.rounding)
+            if now.taken > before.taken:
+                rounding[now.taken] = now.rounding
+                rest[now.taken] = now.current - totals[now.taken] - now.rounding
+            if now.peak > before.current:
+                reached = now.peak - totals[now.time] - rounding[now.time]
+                rest[now.time] = max(rest[now.time], reached)
+        return {"rounding": rounding, "no tensor": rest}
+
     def driver_bytes(self) -> int:
-        """Used on the device by all processes and not reserved by this allocator."""
-        free, whole = torch.cuda.mem_get_info(self.device)
-        return int(whole - free - torch.cuda.memory_reserved(self.device))
+        return driver_bytes(self.device)
+
+
+def driver_bytes(device: torch.device) -> int:
+    """Used on the device by all processes and not reserved by this allocator."""
+    free, whole = torch.cuda.mem_get_info(device)
+    return int(whole - free - torch.cuda.memory_reserved(device))
 
 
 def rounded(count: int) -> int:

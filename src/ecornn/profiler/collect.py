@@ -22,11 +22,19 @@ from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
 from ecornn.profiler.kept import (
     Graph,
+    Node,
     Starts,
-    name_of,
     next_number,
     running_node,
     tensors_alive,
+)
+from ecornn.profiler.observation import (
+    NobodyCounts,
+    Observation,
+    compiled_notes,
+    elsewhere_notes,
+    no_history_notes,
+    packed_notes,
 )
 from ecornn.profiler.operators import (
     COMPILED,
@@ -46,7 +54,7 @@ from ecornn.profiler.places import (
     passed_over_by_compiler,
 )
 from ecornn.profiler.roles import Roles
-from ecornn.profiler.storages import PLAIN, STRIDED, Ledger, Record, parts
+from ecornn.profiler.storages import PLAIN, STRIDED, Ledger, Record, parts, within_reach
 
 if TYPE_CHECKING:
     from ecornn.profiler.trace import Trace
@@ -85,6 +93,8 @@ class Collector(TorchDispatchMode):
         self.times: list[tuple[str, str, str]] = []
         #: Writes down the forward pass, where that was asked for.
         self.trace: Trace | None = None
+        #: Why the allocator's history was not read in the place of all this, if that was wanted.
+        self.no_history: str | None = None
         self.saw_backward = False
         self.saw_compiled = False
         self._lines = Lines()
@@ -152,6 +162,22 @@ class Collector(TorchDispatchMode):
                     self.see_others()
         finally:
             self.close()
+
+    def observation(self) -> Observation:
+        return Observation(
+            self.ledger.device,
+            sorted(self.ledger.records, key=lambda record: record.born),
+            self.times,
+            NobodyCounts() if self.allocator is None else self.allocator,
+            [
+                *([] if self.untold is None else [self.untold]),
+                *no_history_notes(self.no_history),
+                *elsewhere_notes(self.ledger.elsewhere),
+                *compiled_notes(saw_compiled=self.saw_compiled, unread=self.unread),
+                *packed_notes(self.graph.packed),
+            ],
+            self.trace,
+        )
 
     def close(self) -> None:
         """Take away every hook."""
@@ -251,18 +277,22 @@ class Collector(TorchDispatchMode):
             return module, line, "backward"
         return module, line, "optimizer" if self._roles.stepping and not running else "forward"
 
-    def _kept(self, node: Any, tensor: Tensor) -> None:
-        """`tensor` is kept for the backward pass of `node`."""
-        origin = self._origins.get(node._sequence_nr())
+    def _kept(self, found: Node, tensors: list[Tensor]) -> None:
+        """`tensors` are kept for the backward pass of a node."""
+        origin, node = self._origins.get(found.number), found.node
+        tensors = [tensor for tensor in tensors if within_reach(tensor)]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            operator = name_of(node).removesuffix("Backward")
+            operator = found.name.removesuffix("Backward")
             if is_compiled(node):
-                self._kept_by_compiled(node, tensor)
+                for tensor in tensors:
+                    self._kept_by_compiled(node, tensor)
                 return
         else:
-            operator = origin.operator if origin is not None else name_of(node)
+            operator = origin.operator if origin is not None else found.name
         module = origin.module if origin is not None else ""
-        self._keep(node, tensor, module, operator, origin.line if origin is not None else None)
+        line = origin.line if origin is not None else None
+        for tensor in tensors:
+            self._keep(node, tensor, module, operator, line)
 
     def _keep(
         self, node: Any, tensor: Tensor, module: str, operator: str, line: Line | None
@@ -278,7 +308,7 @@ class Collector(TorchDispatchMode):
                 self.ledger.made(tensor, module, operator, line)
         for record in self.ledger.records_of(tensor):
             if text not in record.kept_by:
-                record.kept_by.append(text)
+                record.kept_by += (text,)
 
     def _kept_by_compiled(self, node: Any, tensor: Tensor) -> None:
         """By the module in whose call the code ran; made where its graph says."""

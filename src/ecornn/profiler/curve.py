@@ -7,20 +7,26 @@ lines know that, which a line through the peaks does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.profiler.alignment import Key, aligned, key_of
 from ecornn.profiler.allocator import BLOCK
 from ecornn.profiler.blocks import Steps, Story
-from ecornn.profiler.model import COUNTED, MemoryReport
+from ecornn.profiler.model import COUNTED, Held, MemoryReport, Timeline
 
 #: Blocks take a little more than the peak: by how much a batch is first tried to be smaller.
 NEAR = 0.03
+#: Of the bytes at the peak: those that may have no counterpart in a smaller batch's.
+UNKNOWN = 0.02
+BEFORE = "before"
 #: Does not grow with the batch as tensors do: taken as at the largest size.
-_CONSTANT = "rounding"
+_CONSTANT = ("rounding", "other")
+GROWING = tuple(kind for kind in COUNTED if kind not in _CONSTANT)
 
 
 @dataclass(frozen=True)
@@ -35,14 +41,17 @@ class Run:
     story: Story
     sizes: NDArray[np.float64]
     beside: NDArray[np.float64]
+    #: By which a storage is that of another run.
+    keys: tuple[Key, ...]
+    #: Whether every allocation is a storage: then nothing is beside them.
+    exact: bool
 
 
 def run_of(batch: int, report: MemoryReport) -> Run:
     columns = report.timeline.bytes
-    growing = [np.asarray(columns[kind], float) for kind in COUNTED if kind in columns]
-    rounding = np.asarray(columns.get(_CONSTANT, np.zeros(len(report.timeline))), float)
-    totals = np.sum(growing, axis=0) - rounding
-    constant = int(rounding[report.peak_time])
+    nothing = np.zeros(len(report.timeline))
+    growing = [np.asarray(columns[kind], float) for kind in GROWING if kind in columns]
+    constant = sum(columns[kind][report.peak_time] for kind in _CONSTANT if kind in columns)
     held = report.held
     story = Story(
         tuple(one.born for one in held),
@@ -53,13 +62,22 @@ def run_of(batch: int, report: MemoryReport) -> Run:
     return Run(
         batch,
         report.peak_bytes,
-        totals,
+        sum(growing, nothing),
         constant,
         report.timeline.operator,
         story,
         np.asarray([one.bytes for one in held], float),
-        np.asarray(columns.get("no tensor", np.zeros(len(report.timeline))), float),
+        np.asarray(columns.get("no tensor", nothing), float),
+        tuple(_key(one, report.timeline) for one in held),
+        report.unit == "allocation",
     )
+
+
+def _key(one: Held, timeline: Timeline) -> Key:
+    if not one.born:
+        return BEFORE, one.kind, one.why
+    at = (timeline.operator[one.born], timeline.module[one.born], timeline.phase[one.born])
+    return key_of(at, one.born, one.freed)
 
 
 @dataclass(frozen=True)
@@ -73,6 +91,51 @@ class Curve:
         """Whether the lines are those of the operators, or one through the peaks alone."""
         return len({run.operators for run in self.runs[-2:]}) == 1
 
+    @cached_property
+    def _places(self) -> NDArray[np.int64]:
+        """For each storage of the largest run, its place in the one below; -1 if it has none. What
+        was there before for other reasons has none, and does not grow."""
+        places = aligned(self.runs[-2].keys, self.runs[-1].keys)
+        places[self._others] = -1
+        return places
+
+    @property
+    def _others(self) -> NDArray[np.bool_]:
+        return np.asarray([key[:2] == (BEFORE, "other") for key in self.runs[-1].keys], bool)
+
+    @cached_property
+    def unknown_share(self) -> float:
+        """Of the bytes at the largest run's peak: of storages that only it has."""
+        above = self.runs[-1]
+        peak = int(np.argmax(above.totals))
+        alive = [
+            born <= peak and (freed is None or peak < freed)
+            for born, freed in zip(above.story.born, above.story.freed, strict=True)
+        ]
+        sizes = np.where(alive, above.sizes, 0)
+        without = (self._places < 0) & ~self._others
+        return float(sizes[without].sum() / max(1.0, sizes.sum()))
+
+    def _sizes(self, batch: int) -> NDArray[np.float64]:
+        """Of each storage; what only the largest run has is taken as it is there."""
+        below, above = self.runs[-2:]
+        share = (batch - below.batch) / (above.batch - below.batch)
+        smaller = np.where(self._places < 0, above.sizes, below.sizes[self._places])
+        found: NDArray[np.float64] = smaller + share * (above.sizes - smaller)
+        return found
+
+    def _most(self, batch: int) -> int:
+        """Of all that grows and is alive at a time, in the allocator's blocks."""
+        above = self.runs[-1]
+        length = len(above.totals)
+        changes = np.zeros(length + 1)
+        ends = [length if end is None else min(end, length) for end in above.story.freed]
+        sizes = np.ceil(self._sizes(batch) / BLOCK) * BLOCK
+        sizes[self._others] = 0
+        np.add.at(changes, np.asarray(above.story.born, int), sizes)
+        np.subtract.at(changes, np.asarray(ends, int), sizes)
+        return int(np.cumsum(changes).max())
+
     def __call__(self, batch: int) -> int:
         """The predicted peak, in bytes; what was observed, where it was."""
         for run in self.runs:
@@ -80,6 +143,10 @@ class Curve:
                 return run.peak_bytes
         below, above = self.runs[-2:]
         share = (batch - below.batch) / (above.batch - below.batch)
+        if above.exact and self.same_storages:
+            # the rest: blocks that are not split, and what does not grow
+            rest = above.peak_bytes - self._most(above.batch)
+            return self._most(batch) + rest
         if not self.same_operators:
             return round(below.peak_bytes + share * (above.peak_bytes - below.peak_bytes))
         at_batch = below.totals + share * (above.totals - below.totals)
@@ -87,8 +154,10 @@ class Curve:
 
     @property
     def same_storages(self) -> bool:
-        """Whether those of the two largest runs are the same but for their sizes. When each is
-        given up may differ: Python collects some as it likes."""
+        """Whether those of the two largest runs are the same but for their sizes, and perhaps some
+        scratch. When each is given up may differ: Python collects some as it likes."""
+        if all(run.exact for run in self.runs[-2:]):
+            return self.unknown_share <= UNKNOWN
         below, above = (run.story for run in self.runs[-2:])
         alike = below.born == above.born and below.kinds == above.kinds
         return self.same_operators and alike
@@ -97,27 +166,17 @@ class Curve:
         """Whether the caching allocator of CUDA, limited to `memory`, finds its blocks."""
         below, above = self.runs[-2:]
         share = (batch - below.batch) / (above.batch - below.batch)
-        sizes = below.sizes + share * (above.sizes - below.sizes)
-        beside = below.beside + share * (above.beside - below.beside)
+        beside = above.beside
+        if len(below.beside) == len(above.beside):
+            beside = below.beside + share * (above.beside - below.beside)
         library = max(0, round(float(beside[0])))
         scratch = {
             time: round(float(count)) - library
             for time, count in enumerate(beside)
             if count - library >= BLOCK
         }
-        found = [max(1, round(float(size))) for size in sizes]
+        found = [max(1, round(float(size))) for size in self._sizes(batch)]
         return Steps(above.story).run_within(memory, found, scratch, library)
-
-    def largest_running(self, memory: int, most: int) -> int | None:
-        """The largest of at most `most` that finds its blocks; None if not even one."""
-        fits, fails = 0, most + 1
-        guess = most
-        while fails - fits > 1:
-            fits, fails = (guess, fails) if self.runs_within(memory, guess) else (fits, guess)
-            # mostly near
-            near = fails - max(1, round(NEAR * fails))
-            guess = near if not fits and near > 0 else (fits + fails) // 2
-        return fits or None
 
     def largest_within(self, memory: int, most: int) -> int | None:
         """The largest batch of at most `most` whose predicted peak fits; None if not even one."""
@@ -131,6 +190,18 @@ class Curve:
             else:
                 fails = middle
         return fits
+
+
+def largest_running(runs: Callable[[int], bool], most: int) -> int | None:
+    """The largest batch of at most `most` that finds its blocks; None if not even one."""
+    fits, fails = 0, most + 1
+    guess = most
+    while fails - fits > 1:
+        fits, fails = (guess, fails) if runs(guess) else (fits, guess)
+        # mostly near
+        near = fails - max(1, round(NEAR * fails))
+        guess = near if not fits and near > 0 else (fits + fails) // 2
+    return fits or None
 
 
 def curve_of(runs: Sequence[Run]) -> Curve:

@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from ecornn.errors import InvalidInput
-from ecornn.profiler.curve import Curve, curve_of, run_of
+from ecornn.profiler.curve import Curve, curve_of, largest_running, run_of
+from ecornn.profiler.history import Recorder
+from ecornn.profiler.light import LightCollector
 from ecornn.profiler.operators import is_fake
+from ecornn.profiler.rehearsal import Rehearsal, Rehearsed, rehearse
 from ecornn.profiler.session import device_of
-from ecornn.profiler.steps import read_step
+from ecornn.profiler.steps import Made, read_step
 from ecornn.sizes import read_size, size_text
 
 #: Not 1, at which operators take other ways; the second tells the slope, more confirm it.
@@ -109,14 +112,17 @@ class _Observer:
     def curve(self) -> Curve:
         return curve_of(list(self.runs.values()))
 
+    def _make(self, batch: int) -> Made:
+        given = (batch,) if self._length is None else (batch, self._length)
+        return read_step(self._make_step(*given))
+
     def observe(self, batch: int) -> int:
         """The peak at `batch`, whose step is made, run and given up again."""
         if batch not in self.runs:
             # Steps often refer to themselves, and an allocator counts what stays: what was given up
             # before the first one is observed must not look as if the batch had needed it.
             gc.collect()
-            given = (batch,) if self._length is None else (batch, self._length)
-            made = read_step(self._make_step(*given))
+            made = self._make(batch)
             device = device_of(made.model)
             self.device = str(device)
             self.simulated = device.type == "meta" or is_fake(made.model)
@@ -153,7 +159,7 @@ class _Observer:
     def answer(self, budget: int | None, largest: int | None) -> Fit:
         curve = self.curve
         notes = list(self._notes)
-        if not curve.same_operators:
+        if not curve.same_operators and not curve.same_storages:
             notes.append(
                 "the operators differ between the two largest batches observed, so the prediction"
                 " is a line through their peaks alone"
@@ -163,15 +169,32 @@ class _Observer:
         method = "simulated" if self.simulated else "drawn on from smaller batches"
         running = None
         if budget is not None and largest is not None and self._has_blocks:
-            if curve.same_storages:
-                running = curve.largest_running(budget, largest)
-            else:
-                notes.append(
-                    "the storages differ between the two largest batches observed: whether the"
-                    " allocator finds its blocks is not known"
-                )
+            runs = self._runs_within(budget, notes)
+            running = None if runs is None else largest_running(runs, largest)
         told = (self.device, method, curve, budget, largest, self._length, tuple(notes), running)
         return Fit(*told)
+
+    def _runs_within(self, budget: int, notes: list[str]) -> Callable[[int], bool] | None:
+        """Tells of a batch whether the allocator finds its blocks; None, and a note, if unknown."""
+        curve, device = self.curve, torch.device(self.device)
+        reason = "the model's tensors are only simulated" if self.simulated else None
+        reason = reason or LightCollector.missing()
+        if reason is None:
+            rehearsed = Rehearsed(*(self._rehearse(run.batch, device) for run in curve.runs[-2:]))
+            if rehearsed.are_alike:
+                return lambda batch: rehearsed.runs_within(budget, batch)
+            reason = "what two batches allocate differs too much"
+        if curve.same_storages:
+            notes.append(f"whether the allocator finds its blocks is told by one step: {reason}")
+            return lambda batch: curve.runs_within(budget, batch)
+        notes.append(
+            "the storages differ between the two largest batches observed: whether the allocator"
+            " finds its blocks is not known"
+        )
+        return None
+
+    def _rehearse(self, batch: int, device: torch.device) -> Rehearsal:
+        return rehearse(batch, lambda: self._make(batch), Recorder(device), device)
 
     @property
     def _has_blocks(self) -> bool:

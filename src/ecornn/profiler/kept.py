@@ -7,8 +7,9 @@ own check of tensors that were overwritten stay as they are.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ecornn.profiler.storages import within_reach
 
 _RAW = "_raw_saved_"
+_SEVERAL = frozenset((tuple, list))
 _ENTRY = "_engine_run_backward"
 
 
@@ -46,13 +48,19 @@ class Starts:
     `torch.autograd` call the engine is replaced meanwhile.
     """
 
-    def __init__(self, tell: Callable[[list[Any]], None]) -> None:
+    def __init__(
+        self, tell: Callable[[list[Any]], None], ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """`ended` is called when it has, also if it raised."""
         engine: Callable[..., Any] = getattr(torch.autograd, _ENTRY)
 
         def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             # A root is a tensor, or an edge: a node and the number of its result.
             tell([getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs])
-            return engine(outputs, *args, **kwargs)
+            try:
+                return engine(outputs, *args, **kwargs)
+            finally:
+                ended()
 
         self._engine = engine
         setattr(torch.autograd, _ENTRY, run)
@@ -61,40 +69,75 @@ class Starts:
         setattr(torch.autograd, _ENTRY, self._engine)
 
 
+class Kind(NamedTuple):
+    """What is known of all nodes of a class."""
+
+    name: str
+    #: AccumulateGrad: keeps nothing, and all of them share one number.
+    gathers: bool
+    #: Attributes with what it keeps; and whether it may have others of its own.
+    saved: tuple[str, ...]
+    has_others: bool
+
+
+class Node(NamedTuple):
+    number: int
+    name: str
+    node: Any
+
+
 class Graph:
     """Visits each node once, however often it is met."""
 
-    def __init__(self, tell: Callable[[Any, Tensor], None]) -> None:
-        self._tell = tell
+    def __init__(
+        self,
+        tell: Callable[[Node, list[Tensor]], None],
+        met: Callable[[Node], None] | None = None,
+    ) -> None:
+        """`tell`: of a node and what it keeps; `met`: of every node."""
+        self._tell, self._met = tell, met
         self._visited: set[int] = set()
-        self._saved_names: dict[type, tuple[str, ...]] = {}
-        self._gathering: dict[type, bool] = {}
+        self._kinds: dict[type, Kind] = {}
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
 
     def visit(self, roots: Iterable[Any]) -> None:
         """Everything that `roots` lead to and that was not visited before."""
         waiting, found = [node for node in roots if node is not None], []
+        visited, kinds = self._visited, self._kinds
         while waiting:
             node = waiting.pop()
-            number = node._sequence_nr()
-            if number in self._visited or self._gathers(node):
+            kind = kinds.get(type(node)) or self._learn(node)
+            if kind.gathers:
                 continue
-            self._visited.add(number)
-            found.append((number, node))
-            waiting += [following for following, _ in node.next_functions if following is not None]
+            number = node._sequence_nr()
+            if number not in visited:
+                visited.add(number)
+                found.append((number, node, kind))
+                waiting += [one for one, _ in node.next_functions if one is not None]
         # In the order of the forward pass.
-        for _, node in sorted(found, key=lambda pair: pair[0]):
-            for tensor in filter(within_reach, self._saved(node)):
-                self._tell(node, tensor)
+        for number, node, kind in sorted(found, key=itemgetter(0)):
+            known = Node(number, kind.name or name_of(node), node)
+            if self._met is not None:
+                self._met(known)
+            if kind.saved or kind.has_others:
+                tensors = self._saved(node, kind)
+                if tensors:
+                    self._tell(known, tensors)
 
-    def _gathers(self, node: Any) -> bool:
-        """AccumulateGrad: keeps nothing, and all of them share one number."""
-        kind = type(node)
-        found = self._gathering.get(kind)
-        if found is None:
-            found = self._gathering[kind] = name_of(node).endswith("AccumulateGrad")
-        return found
+    def _learn(self, node: Any) -> Kind:
+        saved = tuple(name for name in dir(node) if name.startswith(_RAW))
+        name = name_of(node)
+        # Nodes that torch has not made a class for share one.
+        shared = type(node).__name__ == "CppFunction"
+        kind = Kind(
+            "" if shared else name,
+            not shared and name.endswith("AccumulateGrad"),
+            saved,
+            hasattr(node, "__dict__"),
+        )
+        self._kinds[type(node)] = kind
+        return kind
 
     def visited(self, number: int) -> bool:
         return number in self._visited
@@ -105,30 +148,29 @@ class Graph:
         roots = [one.grad_fn for one in tensors_alive() if one.grad_fn is not None]
         self.visit([node for node in roots if node._sequence_nr() >= since])
 
-    def _saved(self, node: Any) -> Iterator[Tensor]:
-        kind = type(node)
-        names = self._saved_names.get(kind)
-        if names is None:
-            names = tuple(name for name in dir(node) if name.startswith(_RAW))
-            self._saved_names[kind] = names
-        for name in names:
+    def _saved(self, node: Any, kind: Kind) -> list[Tensor]:
+        found: list[Tensor] = []
+        for name in kind.saved:
             try:
-                found = getattr(node, name)
+                saved = getattr(node, name)
             except RuntimeError:
                 continue  # given up already
-            for one in found if isinstance(found, tuple | list) else (found,):
-                yield from self._unpacked(one)
+            if type(saved) in _SEVERAL:
+                for one in saved:
+                    self._unpack(one, found)
+            elif saved is not None:
+                self._unpack(saved, found)
         # Functions of the program may also keep tensors as attributes of their context.
-        for value in vars(node).values() if hasattr(node, "__dict__") else ():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(one, Tensor):
-                    yield one
+        for value in vars(node).values() if kind.has_others else ():
+            several = value if type(value) in _SEVERAL else (value,)
+            found += [one for one in several if isinstance(one, Tensor)]
+        return found
 
-    def _unpacked(self, saved: Any) -> Iterator[Tensor]:
+    def _unpack(self, saved: Any, found: list[Tensor]) -> None:
         """Without the program's own unpacking, which may run a whole forward pass."""
-        found = saved.data if saved is not None else None
-        if isinstance(found, Tensor):
-            yield found
+        tensor = saved.data if saved is not None else None
+        if isinstance(tensor, Tensor):
+            found.append(tensor)
         elif saved is not None and getattr(saved, "unpack_hook", None) is not None:
             self.packed += 1
 

@@ -1,6 +1,7 @@
 """`MemoryReport`: where the memory of one step went, as values.
 
-Time is counted in operators. Time 0 is before the step; at time `t` the `t`-th operator runs. A
+Time is counted in operators, or in allocations where the allocator's own history was read. Time 0
+is before the step; at time `t` the `t`-th operator runs, or the `t`-th allocation is made. A
 storage is alive at the times `born` … `freed - 1`, or to the end where `freed` is None.
 
 How the rows add up. Every byte at `peak_time` stands in exactly one row:
@@ -18,8 +19,8 @@ On the CPU and on meta tensors there is no allocator to ask: all rows are of `TE
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ KINDS = COUNTED + BEYOND
 
 PHASES = ("before", "forward", "backward", "optimizer")
 FORMAT = 1
+_MAKE_HELD = "_make_held"
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,15 @@ class Held:
     bytes: int
     #: With the allocator's rounding; `bytes` where there is none.
     allocated_bytes: int
+    #: Empty, as `dtype` is, where it is not known: only the allocator has seen it.
     shape: tuple[int, ...]
     dtype: str
     kind: str
     #: Path of the module it belongs to, or in whose call it was made; "" is the model itself, and
     #: everything outside of it.
     module: str
-    #: Such as "aten.addmm"; "" if it was there before the step.
+    #: Such as "aten.addmm"; where operators were not observed, the function that called it,
+    #: "functional.relu", or the node of the backward pass; "" if it was there before the step.
     operator: str
     #: Innermost line outside of torch, "path/file.py:12 in forward"; "" if there was none.
     line: str
@@ -79,7 +83,7 @@ class Held:
     def made_of(cls, fields: dict[str, Any]) -> Held:
         """From all fields: a step has thousands, and the usual way takes four times as long."""
         held = object.__new__(cls)
-        held.__dict__.update(fields)
+        object.__setattr__(held, "__dict__", fields)
         return held
 
     def alive_at(self, time: int) -> bool:
@@ -146,8 +150,33 @@ class MemoryReport:
     error: str | None = None
     #: Name of the device, versions.
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: What one time is: an "operator" or an "allocation".
+    unit: str = "operator"
     #: By module, most feature maps first; empty unless the profile was asked for it.
     what_if: tuple[WhatIf, ...] = ()
+
+    @classmethod
+    def with_storages_later(
+        cls, make_held: Callable[[], tuple[Held, ...]], **others: Any
+    ) -> MemoryReport:
+        """`held` is made when it is first asked for: a step has thousands of storages, which take
+        as long to tell as all the rest, and who looks at the rows alone needs none."""
+        report = cls(held=(), **others)
+        del report.__dict__["held"]
+        report.__dict__[_MAKE_HELD] = make_held
+        return report
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there."""
+        make = self.__dict__.get(_MAKE_HELD) if name == "held" else None
+        if make is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        held = self.__dict__["held"] = make()
+        del self.__dict__[_MAKE_HELD]
+        return held
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def peak_bytes(self) -> int:

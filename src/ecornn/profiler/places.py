@@ -22,6 +22,11 @@ _OURS = tuple(f"{Path(__file__).parents[1] / room}/" for room in _ROOMS)
 Line = tuple[CodeType, int]
 
 
+@cache
+def passed_over_file(name: str) -> bool:
+    return name.startswith((_TORCH, *_OURS, "<eval_with_key>", "<frozen"))
+
+
 class Lines:
     """The innermost line outside of torch and of this package's layers."""
 
@@ -36,8 +41,7 @@ class Lines:
             code = frame.f_code
             known = passed_over.get(id(code))
             if known is None:
-                skip = code.co_filename.startswith((_TORCH, *_OURS, "<eval_with_key>", "<frozen"))
-                known = passed_over[id(code)] = (skip, code)
+                known = passed_over[id(code)] = (passed_over_file(code.co_filename), code)
             if not known[0]:
                 return code, frame.f_lineno
             frame = frame.f_back
@@ -118,13 +122,19 @@ class Calls:
     Inside compiled code the hooks do nothing: what a compiler traces now would stay in its code.
     """
 
-    def __init__(self, model: nn.Module, entered: Callable[[Iterable[Any]], None]) -> None:
-        """`entered` is told what a module is called with while no other one is running."""
-        self._entered = entered
+    def __init__(
+        self,
+        model: nn.Module,
+        entered: Callable[[Iterable[Any]], None],
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`entered` is told what a module is called with while no other one is running; `moved`
+        that another one is the innermost."""
+        self._entered, self._moved = entered, moved
         #: Read by the collector at every operator.
         self.running: list[str] = []
         #: Whenever that changes: the number of the next node of autograd's, and the innermost path.
-        self.marks: list[tuple[int, str]] = [(0, "")]
+        self._numbers, self._paths = [0], [""]
         self._handles: list[Any] = []
         for path, module in model.named_modules():
             self._watch(module, path)
@@ -135,8 +145,7 @@ class Calls:
                 return
             if not self.running:
                 self._entered([*args, *kwargs.values()])
-            self.running.append(path)
-            self.marks.append((next_number(), path))
+            self._enter(path)
 
         def after(_module: nn.Module, _given: Any, result: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -150,22 +159,29 @@ class Calls:
         )
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
+    def _enter(self, path: str) -> None:
+        self.running.append(path)
+        self._numbers.append(next_number())
+        self._paths.append(path)
+        self._moved()
+
     def _leave(self, path: str) -> None:
         # Above it may lie calls that were left by an exception inside a hook.
         while self.running and self.running.pop() != path:
             pass
-        self.marks.append((next_number(), self.running[-1] if self.running else ""))
+        self._numbers.append(next_number())
+        self._paths.append(self.running[-1] if self.running else "")
+        self._moved()
 
     def at(self, number: int) -> str:
         """The path of the module in whose call the node with this number was made."""
-        place = bisect_right(self.marks, number, key=lambda mark: mark[0])
-        return self.marks[place - 1][1]
+        return self._paths[bisect_right(self._numbers, number) - 1]
 
     def _resumed(self, path: str, inner: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """`inner`, each of its pieces run as part of the module."""
         resume, given = inner.send, None
         while True:
-            self.running.append(path)
+            self._enter(path)
             try:
                 item = resume(given)
             except StopIteration as end:

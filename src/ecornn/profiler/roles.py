@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -12,39 +12,57 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ecornn.profiler.storages import Ledger, within_reach
+from ecornn.profiler.operators import tensors_in
 
 OUTSIDE = "a parameter outside of the model"
-#: A storage that has two roles is counted under the first.
-ORDER = ("weights", "optimizer state", "gradients", "inputs", "other", "")
+
+
+class Book(Protocol):
+    """Where it is written down what a tensor's storage is for."""
+
+    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None: ...
+
+    def handed(self, tensor: Tensor) -> None: ...
 
 
 class Roles:
     """Looks at the model and at every optimizer that is given or takes a step meanwhile."""
 
-    def __init__(self, ledger: Ledger, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        self._ledger, self._model = ledger, model
+    def __init__(
+        self,
+        book: Book,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        moved: Callable[[], None] = lambda: None,
+        *,
+        at_every_chance: bool = True,
+    ) -> None:
+        """`moved` is told that an optimizer's step begins or ends. `at_every_chance`: optimizers'
+        states are looked at before the step as well as after it, and each gradient when it is
+        made; else gradients after a backward pass, unless somebody may take them away in it."""
+        self._book, self._model, self._moved = book, model, moved
         self._optimizers: list[Optimizer] = []
         #: How many optimizers are inside `step`.
         self.stepping = 0
-        self.names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
+        #: By the identity of a parameter: its name, and the module's path.
+        self.names: dict[int, tuple[str, str]] = {}
         self._weights(before=True)
         for optimizer in optimizers:
-            self._add(optimizer, before=True)
+            self._add(optimizer, before=True, states=at_every_chance)
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         for parameter in self._parameters():
-            self._watch(parameter)
+            if at_every_chance or _is_hooked(parameter):
+                self._watch(parameter)
 
     def _parameters(self) -> Iterator[Tensor]:
-        seen: set[int] = set()
-        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
-        for parameter in [*self._model.parameters(), *(one for group in groups for one in group)]:
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
+        found = {id(one): one for one in self._model.parameters()}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found |= {id(one): one for one in group["params"]}
+        yield from found.values()
 
     def _watch(self, parameter: Tensor) -> None:
         if parameter.requires_grad and parameter.is_leaf:
@@ -52,71 +70,64 @@ class Roles:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _weights(self, *, before: bool = False) -> None:
+        mark = self._book.mark
         for name, parameter in self._model.named_parameters():
-            self._mark(parameter, "weights", f"the parameter {name}", _owner(name), before=before)
+            owner = _owner(name)
+            self.names[id(parameter)] = (name, owner)
+            mark(parameter, "weights", f"the parameter {name}", owner, before=before)
             self._gradient(parameter, before=before)
         for name, buffer in self._model.named_buffers():
-            self._mark(buffer, "weights", f"the buffer {name}", _owner(name), before=before)
+            mark(buffer, "weights", f"the buffer {name}", _owner(name), before=before)
 
     def _gradient(self, parameter: Tensor, *, before: bool = False) -> None:
-        if parameter.grad is not None:
-            name = self.names.get(id(parameter), OUTSIDE)
-            path, text = self._path(parameter), f"the gradient of {name}"
-            self._mark(parameter.grad, "gradients", text, path, before=before)
+        gradient = parameter.grad
+        if gradient is not None:
+            name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
+            text = f"the gradient of {name}"
+            self._book.mark(gradient, "gradients", text, owner, before=before)
 
-    def _path(self, parameter: Tensor) -> str:
-        return _owner(self.names.get(id(parameter), ""))
+    def gradients(self) -> None:
+        """A backward pass has ended."""
+        for parameter in self._parameters():
+            self._gradient(parameter)
 
-    def _add(self, optimizer: Optimizer, *, before: bool = False) -> None:
+    def _add(self, optimizer: Optimizer, *, before: bool = False, states: bool = True) -> None:
         if not any(one is optimizer for one in self._optimizers):
             self._optimizers.append(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self.names:
-                    self._mark(parameter, "weights", OUTSIDE, "", before=before)
-                self._gradient(parameter, before=before)
-                self._state(parameter, optimizer.state.get(parameter, {}), before=before)
+                    self._book.mark(parameter, "weights", OUTSIDE, "", before=before)
+                    self._gradient(parameter, before=before)
+                state = optimizer.state.get(parameter) if states else None
+                if state:
+                    self._state(parameter, state, before=before)
 
     def _state(self, parameter: Tensor, state: Any, *, before: bool) -> None:
-        name = self.names.get(id(parameter), OUTSIDE)
+        name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
         for key, value in state.items():
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, Tensor):
-                    path, text = self._path(parameter), f"{key} of {name}"
-                    self._mark(one, "optimizer state", text, path, before=before)
-
-    def _mark(
-        self, tensor: Tensor, role: str, text: str, module: str, *, before: bool = False
-    ) -> None:
-        """`before`: if nobody has seen it yet, it was there before the step."""
-        if not within_reach(tensor):
-            return
-        if before:
-            self._ledger.given(tensor, role, text, module)
-        else:
-            self._ledger.made(tensor, module, "", None)
-        for record in self._ledger.records_of(tensor):
-            # Tied weights stand under their first name.
-            if ORDER.index(role) < ORDER.index(record.role) or not record.role_text:
-                record.role, record.role_text, record.module = role, text, module
+                    self._book.mark(
+                        one, "optimizer state", f"{key} of {name}", owner, before=before
+                    )
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not any(one is optimizer for one in self._optimizers):
             self._add(optimizer, before=True)
         self.stepping += 1
+        self._moved()
 
     def _after_step(self, *_: Any) -> None:
         self.stepping -= 1
+        self._moved()
 
     def inputs(self, tensors: Iterable[Any]) -> None:
         """What is handed to the model from outside."""
-        for tensor in tensors:
+        for tensor in tensors_in(tensors):
             # What an operator with a derivative made is no input.
-            made_here = isinstance(tensor, Tensor) and tensor.grad_fn is not None
-            if isinstance(tensor, Tensor) and not made_here and within_reach(tensor):
-                for record in self._ledger.records_of(tensor):
-                    if not record.role and not record.module:
-                        record.role, record.role_text = "inputs", "handed to the model"
+            if tensor.grad_fn is None:
+                self._book.handed(tensor)
 
     def close(self) -> None:
         """Once more: weights may have been replaced, and state made."""
@@ -128,6 +139,12 @@ class Roles:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    """Optimizers that step inside the backward pass hook the parameters."""
+    hooks = (parameter._post_accumulate_grad_hooks, parameter._backward_hooks)
+    return any(hooks)
 
 
 def _owner(name: str) -> str:

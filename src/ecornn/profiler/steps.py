@@ -23,9 +23,9 @@ class Made:
     optimizers: tuple[Optimizer, ...]
 
     def observed(self, warm_up: int = 1) -> MemoryReport:
-        """`warm_up` steps come first: the optimizer then has its state, and code is compiled. The
-        allocator is read after every operator, since two steps are compared operator by operator.
-        """
+        """`warm_up` steps come first: the optimizer then has its state, and code is compiled. Where
+        there is no history of the allocator's it is read after every operator, since two steps are
+        compared operator by operator."""
         check(self.step, self.model)
         for _ in range(warm_up):
             self.step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ _COMPRESSED = {
 }
 
 STRIDED = torch.strided
+#: A storage that has two roles is counted under the first.
+ROLES = ("weights", "optimizer state", "gradients", "inputs", "other", "")
 #: Of these a tensor is itself what has the storage, unless it is sparse.
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -65,8 +67,9 @@ class Record:
     """What will become a `Held`."""
 
     bytes: int
+    #: Empty and None where only the allocator has seen it.
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     module: str
     operator: str
     line: tuple[Any, int] | None
@@ -77,7 +80,16 @@ class Record:
     #: Weights, gradients, optimizer state or inputs, once that is known.
     role: str = ""
     role_text: str = ""
-    kept_by: list[str] = field(default_factory=list)
+    kept_by: tuple[str, ...] = ()
+
+    def take_role(self, role: str, text: str, module: str) -> None:
+        # Tied weights stand under their first name.
+        if ROLES.index(role) < ROLES.index(self.role) or not self.role_text:
+            self.role, self.role_text, self.module = role, text, module
+
+    def was_handed_over(self) -> None:
+        if not self.role and not self.module:
+            self.role, self.role_text = "inputs", "handed to the model"
 
 
 class _Watch(weakref.ref[Any]):
@@ -135,6 +147,21 @@ class Ledger:
                 record = self._open(part, storage, module, "", None, born=0)
                 if record is not None:
                     record.role, record.role_text = role, text
+
+    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
+        """`before`: if nobody has seen it yet, it was there before the step."""
+        if not within_reach(tensor):
+            return
+        if before:
+            self.given(tensor, role, text, module)
+        else:
+            self.made(tensor, module, "", None)
+        for record in self.records_of(tensor):
+            record.take_role(role, text, module)
+
+    def handed(self, tensor: Tensor) -> None:
+        for record in self.records_of(tensor) if within_reach(tensor) else ():
+            record.was_handed_over()
 
     def made(
         self, tensor: Tensor, module: str, operator: str, line: tuple[Any, int] | None

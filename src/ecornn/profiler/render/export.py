@@ -37,14 +37,14 @@ def to_csv(report: MemoryReport) -> str:
 
 
 def to_trace(report: MemoryReport) -> str:
-    """Trace events. A report counts time in operators, so that one operator is a microsecond of
+    """Trace events. A report counts time in operators or in allocations: one is a microsecond of
     the trace, whatever time it took."""
     timeline = report.timeline
     events: list[dict[str, Any]] = [
         _event("process_name", "M", 0, args={"name": f"memory on {report.device}"}),
         *(
             _event("thread_name", "M", 0, tid=tid, args={"name": name})
-            for tid, name in ((1, "passes"), (2, "operators"))
+            for tid, name in ((1, "passes"), (2, f"{report.unit}s"))
         ),
     ]
     for begin, end, phase in _phases(timeline.phase):
@@ -58,7 +58,7 @@ def to_trace(report: MemoryReport) -> str:
     peak = {"bytes": report.peak_bytes}
     events.append(_event("peak", "i", report.peak_time, tid=1, s="p", args=peak))
     about = {
-        "time": "one operator is one microsecond",
+        "time": f"one {report.unit} is one microsecond",
         "device": report.device,
         **report.environment,
     }

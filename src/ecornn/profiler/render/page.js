@@ -23,7 +23,7 @@ function draw(parent, tag, attributes, text) {
 
 // ---- memory over the step: a stack of areas, one a kind, with steps and not slopes
 // `highest`: bytes at the top of the picture, the same for all pictures of a page
-function timeline(place, told, { times, values, peak, names, named, marks }, highest) {
+function timeline(place, told, { unit, times, values, peak, names, named, marks }, highest) {
   const width = 1000, height = 280, top = 18;
   if (times.length < 2) return void (told.textContent = "no timeline was recorded");
   const first = times[0], span = times[times.length - 1] - first || 1;
@@ -65,7 +65,7 @@ function timeline(place, told, { times, values, peak, names, named, marks }, hig
     dot.setAttribute("cy", y(sum(areas.map((kind) => kind[i]))));
     const parts = data.kinds.map((name, k) => [name, values[k][i]]).filter((part) => part[1]);
     parts.sort((a, b) => b[1] - a[1]);
-    told.textContent = `${i === peak ? "the peak: " : ""}operator ${times[i]}, ` +
+    told.textContent = `${i === peak ? "the peak: " : ""}${unit} ${times[i]}, ` +
       `${names[named[i]]}: ${size(totals[i])}: ` + parts.map(([name, bytes]) => `${name} ${size(bytes)}`).join(", ");
   };
   svg.addEventListener("pointermove", (event) => {

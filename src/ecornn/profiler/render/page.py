@@ -26,7 +26,7 @@ from ecornn.sizes import size_text
 
 ABOUT_STORAGES = (
     "Tensors that share their storage are counted once; those that are alike, made by one line, "
-    "are one row. Times are counted in operators."
+    "are one row. Times are counted in {unit}s."
 )
 
 
@@ -51,7 +51,7 @@ def to_html(report: MemoryReport) -> str:
         _rows_table(report),
         *_again(report),
         "<h2>Why is this alive?</h2>",
-        paragraph([ABOUT_STORAGES]),
+        paragraph([ABOUT_STORAGES.format(unit=shown(report.unit))]),
         _storages_table(report),
     ]
     return document("Where the memory of a training step goes", "\n".join(parts), data)

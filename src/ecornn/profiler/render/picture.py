@@ -44,7 +44,7 @@ def draw(report: MemoryReport, path: Path) -> None:
         matplotlib.rcParams.update(SETTINGS)
         figure = Figure(figsize=INCHES, layout="constrained", dpi=DOTS_PER_INCH)
         # The caption of a paper has room for names; a title has not.
-        when = f"operator {report.peak_time} of {len(report.timeline) - 1}"
+        when = f"{report.unit} {report.peak_time} of {len(report.timeline) - 1}"
         figure.suptitle(f"peak {size_text(report.peak_bytes)} at {when}", fontsize="medium")
         above, below = figure.subplots(2, 1)
         factor, unit = _unit(report.peak_bytes)
@@ -80,7 +80,7 @@ def _draw_timeline(axes: Any, report: MemoryReport, factor: int, unit: str) -> l
     if len(timeline):
         most = sum(column[times.index(report.peak_time)] for column in columns)
         axes.plot(report.peak_time, most, "o", color="black", markersize=4, fillstyle="none")
-    axes.set_xlabel("operator")
+    axes.set_xlabel(report.unit)
     axes.set_ylabel(unit)
     axes.margins(x=0)
     return found

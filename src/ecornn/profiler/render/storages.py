@@ -22,6 +22,9 @@ COLUMNS = {
     "why": "why",
 }
 
+#: In the place of a shape, where only the allocator has seen it.
+UNKNOWN = "shape not known"
+
 Line = tuple[int, str, str, str, str, str, str, str, str]
 
 
@@ -51,12 +54,13 @@ def _bytes(group: Sequence[Held]) -> int:
 def _line(group: Sequence[Held], at_peak: bool) -> Line:
     first = group[0]
     shape = "×".join(map(str, first.shape)) or "scalar"
+    what = f"{shape} {shown(first.dtype)}" if first.dtype else UNKNOWN
     times = f"{len(group)} of " if len(group) > 1 else ""
     return (
         _bytes(group),
         module_text(first.module),
         first.kind,
-        f"{times}{shape} {shown(first.dtype)}",
+        f"{times}{what}",
         shown(first.operator),
         shown(first.line),
         _lives(group),

@@ -87,12 +87,12 @@ def moment(report: MemoryReport, time: int) -> str:
     """Such as "in the backward pass, at operator 212 of 400, aten.mul in decoder.attention"."""
     timeline = report.timeline
     if not 0 <= time < len(timeline):
-        return f"at operator {time}"
+        return f"at {shown(report.unit)} {time}"
     phases = {"before": "before the step", "optimizer": "in the optimizer's step"}
     phase = timeline.phase[time]
     told = phases.get(phase, f"in the {phase} pass")
     if time:
-        told += f", at operator {time} of {len(timeline) - 1}"
+        told += f", at {shown(report.unit)} {time} of {len(timeline) - 1}"
     if timeline.operator[time]:
         told += f", {shown(timeline.operator[time])}"
     if timeline.module[time]:
@@ -164,8 +164,9 @@ def _largest(report: MemoryReport) -> list[str]:
     for held in found:
         made = f" by {shown(held.operator)}" if held.operator else ""
         line = f", {shown(held.line)}" if held.line else ""
+        what = f" {shown(held.dtype)}{list(held.shape)}" if held.dtype else ""
         lines.append(
-            f"  {size_text(held.bytes)} {shown(held.dtype)}{list(held.shape)}"
-            f" in {shown(held.module) or OUTSIDE}{made}{line}: {shown(held.why)}"
+            f"  {size_text(held.bytes)}{what} in {shown(held.module) or OUTSIDE}{made}{line}:"
+            f" {shown(held.why)}"
         )
     return lines

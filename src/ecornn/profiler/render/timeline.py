@@ -54,6 +54,7 @@ def points_of(report: MemoryReport, kinds: Sequence[str]) -> dict[str, Any]:
     empty = (0,) * len(timeline)
     columns = [timeline.bytes.get(kind, empty) for kind in kinds]
     return {
+        "unit": report.unit,
         "times": times,
         "values": [[column[time] for time in times] for column in columns],
         "peak": times.index(report.peak_time) if report.peak_time in times else 0,

@@ -1,0 +1,205 @@
+"""One step on CUDA, observed by the allocator's own history.
+
+No operator is seen by Python, which is what takes longest in `collect.py`. Hooks on modules, on
+autograd's nodes and on optimizers say where the program is, and that stands beside every
+allocation; the graph is read as there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ecornn.profiler import history, kept, lives, operators, places, roles, sightings, storages
+from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
+from ecornn.profiler.history import History, Recording
+from ecornn.profiler.kept import Graph, Node, Starts, name_of, next_number, running_node
+from ecornn.profiler.lives import Lives, Mark, Marks
+from ecornn.profiler.observation import (
+    Observation,
+    compiled_notes,
+    elsewhere_notes,
+    packed_notes,
+)
+from ecornn.profiler.operators import COMPILED
+from ecornn.profiler.places import Calls, passed_over_by_compiler
+from ecornn.profiler.recorded import HistoryCounts
+from ecornn.profiler.roles import Roles
+from ecornn.profiler.sightings import Keeper, Sightings
+
+#: Nodes that only look at a gradient in another way: they allocate nothing.
+QUIET = frozenset(
+    f"{name}Backward{n}"
+    for name in ("T", "Transpose", "Permute", "Squeeze", "Unsqueeze")
+    for n in range(4)
+)
+
+
+class LightCollector:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        recorder: Recording,
+    ) -> None:
+        self._device, self._recorder = device, recorder
+        self._marks = Marks(recorder.say)
+        self.sightings = Sightings(device, self._marks.passed)
+        self.graph = Graph(self._kept, self._met)
+        self._compiled = CompiledGraphs(model)
+        # States are mostly written in place, and gradients stay: what is seen of them afterwards is
+        # what was before. Each look takes as long as an operator of a small model.
+        self._roles = Roles(self.sightings, model, optimizers, self._moved, at_every_chance=False)
+        self._calls = Calls(model, self._roles.inputs, self._moved)
+        self._starts: Starts | None = None
+        #: Of the hooks on nodes; in a list of its own each, since a node may be gone by then.
+        self._handles: list[Any] = []
+        self._first_number = next_number()
+        #: When the graph was read last.
+        self._number = 0
+        self._saw_backward = False
+        #: By the number of a node of compiled code, what it keeps; and of how many nobody knows.
+        self._saved_values: dict[int, dict[int, Value]] = {}
+        self._unread = 0
+        self._history: History | None = None
+
+    @staticmethod
+    def missing() -> str | None:
+        """Why a step cannot be observed in this way, if it cannot."""
+        reason = history.missing()
+        if reason is None and "torch._dynamo" in sys.modules:
+            ours = (
+                sys.modules[__name__],
+                lives,
+                sightings,
+                roles,
+                places,
+                kept,
+                operators,
+                storages,
+            )
+            if not passed_over_by_compiler(*ours):
+                reason = f"torch {torch.__version__} would compile its hooks"
+        return reason
+
+    def start(self) -> None:
+        self._starts = Starts(self._backward_starts, self._backward_ended)
+        self._recorder.start()
+        self.sightings.begin()
+        self._moved()
+
+    def stop(self, *, failed: bool) -> None:
+        """Leave nothing behind, whatever state the step was left in."""
+        try:
+            if failed or not self._saw_backward:
+                self._number = self._marks.passed()
+                self.graph.visit_what_is_alive(self._first_number)
+            self._history = self._recorder.stop()
+            self.sightings.end()
+            self._roles.close()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Take away every hook, and record nothing more."""
+        if self._starts is not None:
+            self._starts.close()
+        self._calls.close()
+        self._roles.unhook()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.sightings.end()
+        self._recorder.close()
+
+    def observation(self) -> Observation:
+        assert self._history is not None
+        found = Lives(self._history, self._marks.said, self.sightings.addresses)
+        self.sightings.apply(found)
+        count = HistoryCounts(self._history, found.reserved_at, self._recorder.driver_bytes())
+        return Observation(
+            self._device,
+            found.records,
+            found.times,
+            count,
+            [
+                *elsewhere_notes(set(map(str, self.sightings.elsewhere))),
+                *compiled_notes(saw_compiled=bool(self._saved_values), unread=self._unread),
+                *packed_notes(self.graph.packed),
+            ],
+            unit="allocation",
+        )
+
+    def _moved(self) -> None:
+        """Another module, pass or optimizer than before."""
+        if not self.sightings.recording:
+            return
+        running, node = self._calls.running, running_node()
+        if running:
+            mark = Mark("forward" if node is None else "backward", running[-1])
+        elif node is not None:
+            mark = self._mark_of(node._sequence_nr(), name_of(node))
+        else:
+            mark = Mark("optimizer" if self._roles.stepping else "forward", "")
+        self._marks.set(mark)
+
+    def _mark_of(self, number: int, name: str) -> Mark:
+        """Of what a node differentiates."""
+        return Mark("backward", self._calls.at(number), name)
+
+    def _backward_starts(self, roots: list[Any]) -> None:
+        self._saw_backward = True
+        self._number = self._marks.passed()
+        self.graph.visit(roots)
+        self._marks.set(Mark("backward", ""))
+
+    def _backward_ended(self) -> None:
+        with self.sightings.at_once():
+            self._roles.gradients()
+        self._moved()
+
+    def _met(self, found: Node) -> None:
+        """Have it say when it runs."""
+        if found.name in QUIET:
+            return
+        mark, say = self._mark_of(found.number, found.name), self._marks.set
+
+        def hook(_gradients: Any) -> None:
+            say(mark)
+
+        self._handles.append(found.node.register_prehook(hook))
+
+    def _kept(self, found: Node, tensors: list[Tensor]) -> None:
+        """`tensors` are kept for the backward pass of a node."""
+        number, name, node = found
+        module = self._calls.at(number)
+        operator, values = operator_of(name), {}
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            operator = name.removesuffix("Backward")
+            if is_compiled(node):
+                operator, values = COMPILED, self._values_of(node, number, module)
+        by = f"{module}: {operator}" if module else operator
+        keeper = Keeper(by, number >= self._first_number, values)
+        self.sightings.kept(tensors, self._number, keeper)
+
+    def _values_of(self, node: Any, number: int, module: str) -> dict[int, Value]:
+        found = self._saved_values.get(number)
+        if found is None:
+            found = self._saved_values[number] = self._compiled.saved_by(node, module)
+            self._unread += not found
+        return found
+
+
+@cache
+def operator_of(node: str) -> str:
+    """Such as "native_layer_norm", of the node NativeLayerNormBackward0."""
+    name = re.sub(r"Backward\d*$", "", node)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,0 +1,178 @@
+"""From a history to one record for every allocation, and which one a tensor lay in.
+
+An address is lent again and again. What the program tells of a tensor is therefore told with a
+number: numbers are counted up and stand beside what the allocator does, so that of all that lay at
+the address, the one meant is the last before that number was passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ecornn.profiler.history import History
+from ecornn.profiler.places import file_line, passed_over_file
+from ecornn.profiler.storages import Record
+
+#: Before all that is recorded.
+FIRST = -1
+
+
+class Mark(NamedTuple):
+    phase: str
+    module: str
+    #: Of the backward pass: the node that runs.
+    node: str = ""
+
+
+NOTHING = Mark("forward", "")
+
+
+#: By the text of a number: the number, and what it stands for.
+Said = Mapping[str, tuple[int, Mark]]
+
+
+class Marks:
+    """What the program was doing, by the number that stands beside what the allocator did."""
+
+    #: Of all that are ever made: threads of autograd's are told last what the profile before said.
+    _next = count(1)
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        #: By the text of the number.
+        self.said: dict[str, tuple[int, Mark]] = {}
+        self._now, self.last = NOTHING, next(self._next)
+
+    def set(self, mark: Mark) -> None:
+        self._now = mark
+        self.last = number = next(self._next)
+        text = str(number)
+        self.said[text] = (number, mark)
+        self._say(text)
+
+    def passed(self) -> int:
+        """A number between what was done until now and what follows."""
+        number = self.last
+        self.set(self._now)
+        return number
+
+
+class Lives:
+    """`records`: what was there before (born at time 0), then every allocation, each at a time of
+    its own. What ends between two allocations is there at the time of the first, so that the most
+    that is alive at any time is the most there ever was."""
+
+    def __init__(self, history: History, said: Said, addresses: Iterable[int]) -> None:
+        """`addresses`: those that will be asked for."""
+        #: At each time from 1: operator, module, phase.
+        self.times: list[tuple[str, str, str]] = []
+        #: After which time it changed, and by how much until then: memory taken from the device.
+        self._reserved: list[tuple[int, int]] = [(-1, 0)]
+        self._before: list[Record] = []
+        self._made: list[Record] = []
+        #: By address, in order: the number that had been passed, and what came to lie there.
+        self._at: dict[int, list[tuple[int, Record]]] = {one: [] for one in addresses}
+        alive, changed = self._follow(history.events, said)
+        self._reserved_before = history.reserved - changed
+        for address, size in history.in_use.items():
+            if address not in alive:
+                self._was_before(address, size)
+        self.records = self._before + self._made
+
+    def reserved_at(self, time: int) -> int:
+        """What the allocator had taken from the device, counted back from the end."""
+        changes = [count for after, count in self._reserved if after < time]
+        return self._reserved_before + changes[-1]
+
+    def in_order(self, before: Iterable[Record]) -> None:
+        """What was there before, in the order in which the program told of it: addresses say
+        nothing. What nobody told of comes last, the largest first."""
+        place = {id(record): number for number, record in enumerate(before)}
+        last = len(place)
+        self._before.sort(key=lambda one: (place.get(id(one), last), -one.bytes))
+        self.records = self._before + self._made
+
+    def _follow(
+        self, events: Sequence[Mapping[str, Any]], said: Said
+    ) -> tuple[dict[int, Record], int]:
+        """What is alive at the end, by address, and how much more is reserved than before."""
+        place_of, nowhere = Places().of, ("", "")
+        alive: dict[int, Record] = {}
+        passed, time, reserved = FIRST + 1, 0, 0
+        told, (phase, module, node) = "", NOTHING
+        times, made, at = self.times, self._made, self._at
+        for event in events:  # thousands: nothing is done here that can be done later
+            action = event["action"]
+            if action == "alloc":
+                if event["user_metadata"] != told:
+                    told = event["user_metadata"]
+                    number, (phase, module, node) = said.get(told, (0, NOTHING))
+                    if number > passed:
+                        passed = number
+                frames = event.get("frames")
+                operator, line = place_of(frames) if frames else nowhere
+                operator = node or operator
+                time += 1
+                times.append((operator, module, phase))
+                record = Record(event["size"], (), None, module, operator, None, time, None, line)
+                address = event["addr"]
+                alive[address] = record
+                if address in at:
+                    at[address].append((passed, record))
+                made.append(record)
+            elif action == "free_requested":
+                address = event["addr"]
+                found = alive.pop(address, None) or self._was_before(address, event["size"])
+                found.freed = time + 1
+            elif action in ("segment_alloc", "segment_map"):
+                reserved += event["size"]
+                self._reserved.append((time, reserved))
+            elif action in ("segment_free", "segment_unmap"):
+                reserved -= event["size"]
+                self._reserved.append((time, reserved))
+        return alive, reserved
+
+    def _was_before(self, address: int, size: int) -> Record:
+        record = Record(size, (), None, "", "", None, 0)
+        if address in self._at:
+            self._at[address].insert(0, (FIRST, record))
+        self._before.append(record)
+        return record
+
+    def find(self, address: int, passed: int) -> Record | None:
+        """What lay at the address when the marks had come to that number."""
+        found = None
+        for number, record in self._at.get(address, ()):
+            if number > passed:
+                break
+            found = record
+        return found
+
+
+class Places:
+    """Each file and line is looked at once."""
+
+    def __init__(self) -> None:
+        self._functions: dict[tuple[str, str], str] = {}
+        self._lines: dict[tuple[str, int], str] = {}
+
+    def of(self, frames: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """The function that took the memory, such as "functional.relu", and the innermost line
+        outside of torch and of this package's layers."""
+        first = (frames[0]["filename"], frames[0]["name"])
+        function = self._functions.get(first)
+        if function is None:
+            function = f"{Path(first[0]).stem}.{first[1]}"
+            self._functions[first] = function
+        for frame in frames:
+            file = frame["filename"]
+            if not passed_over_file(file):
+                key = (file, frame["line"])
+                line = self._lines.get(key)
+                if line is None:
+                    line = self._lines[key] = file_line(*key, frame["name"])
+                return function, line
+        return function, ""
