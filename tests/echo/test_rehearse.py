@@ -63,6 +63,13 @@ def test_every_byte_of_a_divided_model_is_foretold(name: str, memory: str, off: 
         assert predicted_peak(step) == pytest.approx(peak_bytes(step), rel=0.01)
 
 
+def test_a_model_on_meta_is_counted_without_running_it() -> None:
+    """Autocast does not know the device: that must not be taken for a model that cannot be run."""
+    run = ecornn.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to("meta"), codegen="eager")
+    run(torch.zeros(8, 4, device="meta")).sum().backward()
+    assert len(run.explain().graphs) == 1, "compiled at the first call"
+
+
 def test_functions_that_are_replaced_are_rehearsed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss, in place of its scores; a layer that is run again."""
     monkeypatch.setattr(cross_entropy, "FEWEST_BYTES", 0)

@@ -50,7 +50,8 @@ class ModelCall:
     @classmethod
     def of(cls, args: Any, kwargs: Any, device: torch.device) -> ModelCall:
         kind = device.type
-        cast = torch.is_autocast_enabled(kind)
+        # of a device that has none, such as meta, torch does not even tell whether it is on
+        cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if cast else None
         args, kwargs = tree_map(_form, (args, kwargs))
         return cls(args, kwargs, None if dtype is None else (kind, dtype))

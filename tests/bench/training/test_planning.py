@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -28,6 +30,15 @@ def test_a_graph_is_traced_and_planned_and_small_plans_are_near_the_best() -> No
     assert 500 < float(metrics["plan_nodes"]) < 2_000
     assert 0 < float(metrics["plan_s"]) < 60
     assert float(metrics["plan_over_exact"]) <= 1.05
+
+
+def test_without_a_solver_the_planning_is_timed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    metrics = measured().metrics
+    assert float(metrics["plan_s"]) > 0
+    assert "ecornn[exact]" in str(metrics["exact_not_measured"])
 
 
 def test_a_plan_that_is_far_from_the_best_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
