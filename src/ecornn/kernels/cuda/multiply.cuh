@@ -307,9 +307,9 @@ struct Multiplier : Memory {
         if (has_mark(v[j])) v[j] = load_relaxed(place_of(from, piece * AT_ONCE + j));
     }
     if (!RAGGED) return;
+    // the weights are zeros there, but zero times infinity is not
 #pragma unroll
-    for (int j = 0; j < AT_ONCE;
-         ++j)  // the weights are zeros there, but zero times infinity is not
+    for (int j = 0; j < AT_ONCE; ++j)
       if (k_of((piece * AT_ONCE + j) % CHUNKS) >= INNER * padded) v[j] = make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void multiply_published(float* partial, Published from) {
