@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import ecornn
+from ecornn.nn import stack
 from ecornn.nn.plain import plain_call
 from ecornn.nn.stack import _whole
+from ecornn.planner import ExecutionPlan
+from ecornn.spec import RnnSpec
 
 LAYERS: tuple[dict[str, Any], ...] = (
     {},
@@ -135,3 +139,17 @@ def test_a_tuple_is_no_state_of_a_gru() -> None:
 )
 def test_anything_else_is_left_to_the_full_reading(x: Any, hx: Any) -> None:
     assert not is_plain(ecornn.LSTM(4, 5), x, hx)
+
+
+def test_plans_follow_torch_s_setting_for_float32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is not multiplied as TF32 the kernels are others, and may not fit on the chip."""
+    made: list[RnnSpec] = []
+    monkeypatch.setattr(stack, "_PLANS", {})
+    monkeypatch.setattr(
+        stack, "plan", lambda spec: made.append(spec) or ExecutionPlan(spec, *["a test"] * 4)
+    )
+    spec = RnnSpec("lstm", 4, 4, device="cuda")
+    for numbers, plans in (("tf32", 1), ("tf32", 1), ("tf32x3", 2), ("tf32", 2)):
+        monkeypatch.setattr(stack, "numbers_of", lambda _, numbers=numbers: numbers)
+        stack.plan_from(*astuple(spec))
+        assert len(made) == plans

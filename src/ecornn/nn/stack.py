@@ -17,6 +17,7 @@ from ecornn.backends.aten_layer import CUDNN_MOST_STEPS, run_layer
 from ecornn.backends.aten_network import NetworkCall, run_network
 from ecornn.backends.reference import define
 from ecornn.errors import NotDifferentiableTwice
+from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.reference.problem import working_dtype
 from ecornn.ops.direct import run_directly
 from ecornn.ops.native import (
@@ -59,19 +60,22 @@ class StackResult(NamedTuple):
     cells_TBE: Tensor | None  # of the last layer, where asked for
 
 
-#: Plans by the fields of their `RnnSpec`, so that a call need not build the spec to find its plan.
+#: Plans by the fields of their `RnnSpec`, so that a call need not build the spec to find its plan,
+#: and by what torch's settings make of float32 on a GPU: another kernel, which may not fit.
 _PLANS: dict[tuple[Any, ...], ExecutionPlan] = {}
 
 
 def plan_from(*fields: Any) -> ExecutionPlan:
     """`plan` for the fields of an `RnnSpec` in order: plain constants, so that a tracer can call
     this at trace time."""
-    found = _PLANS.get(fields)
+    on_gpu = "cuda" in fields and torch.float32 in fields
+    key = (*fields, numbers_of(torch.float32)) if on_gpu else fields
+    found = _PLANS.get(key)
     if found is None:
         found = plan(RnnSpec(*fields))
         # what may run in a graph that is being captured depends on what is loaded by then
         if not found.spec.captured:
-            _PLANS[fields] = found
+            _PLANS[key] = found
     return found
 
 
