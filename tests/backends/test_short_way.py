@@ -146,6 +146,27 @@ def test_lengths_go_the_short_way_and_nothing_beyond_them_is_read(
     assert len(taken) == 2, "with and without gradients"
 
 
+@pytest.mark.parametrize("small_bytes", [1, 1 << 30], ids=["pieces", "whole"])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_lengths_may_come_back_from_hooks_in_another_form(
+    on_gpu: Machine, cell: str, small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", small_bytes)
+    (ours, _), lengths = pair(cell, 5, 8), torch.tensor([9, 2, 5])
+    definition = copy.deepcopy(ours)
+    definition.backend = "reference"
+    x = torch.randn(9, 3, 5)
+
+    def spread(x: Tensor) -> Any:
+        pack, unpack = (lambda t: torch.stack([t, t], -1)), (lambda t: t[..., 0])
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return ours(x, lengths=lengths)
+
+    wanted = grads_of(definition, lambda x: definition(x, lengths=lengths), x)
+    assert_alike(grads_of(ours, spread, x), wanted)
+    assert_alike(grads_of(ours, lambda x: ours(x, lengths=lengths), x), wanted)
+
+
 @pytest.mark.parametrize("given", [[10, 1], [3, -1]], ids=str)
 def test_lengths_that_are_none_are_refused_on_the_short_way(
     on_gpu: Machine, given: list[int]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +53,7 @@ def beside(step: Step) -> int:
 
 @pytest.mark.parametrize(
     ("name", "memory", "off"),
-    # what a compiled pass gives up a moment earlier: 1,280 bytes
+    # what a compiled pass of newer versions of torch gives up a moment earlier: 1,280 bytes
     [("nmt", "auto", 0), ("nmt", "min", 1280), ("lstm-lm", "auto", 0), ("speech", "auto", 0)],
 )
 def test_every_byte_of_a_divided_model_is_foretold(name: str, memory: str, off: int) -> None:
@@ -58,9 +62,104 @@ def test_every_byte_of_a_divided_model_is_foretold(name: str, memory: str, off: 
         step = compiled_step(name, memory=memory, codegen="eager")
         explained = step.run.explain()  # type: ignore[attr-defined]
         assert not explained.whole
-        assert explained.predicted_peak_bytes(held=1000) == 1000 + beside(step) + off
+        assert explained.predicted_peak_bytes(held=1000) - 1000 - beside(step) in (0, off)
         assert explained.predicted_peak_bytes() is None
         assert predicted_peak(step) == pytest.approx(peak_bytes(step), rel=0.01)
+
+
+class Held:
+    """A batch of a class that torch does not know."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Looped(nn.Module):
+    """Divided: its part is called several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Sigmoid())
+
+    def forward(self, given: Any) -> Tensor:
+        x: Tensor = given.x if isinstance(given, Held) else given
+        for _ in range(5):
+            x = self.part(x)
+        return x.sum()
+
+
+def test_nothing_is_kept_alive_by_a_prediction() -> None:
+    for asks in (False, True):
+        model, x = Looped(), torch.randn(512, 16)
+        run = ecornn.compile(model, codegen="eager")
+        run(x).backward()
+        explained = run.explain()
+        assert not explained.whole
+        if asks:
+            assert explained.predicted_peak_bytes(0) is not None
+        gone = weakref.ref(model.part[0].weight)
+        del model, run, x
+        gc.collect()
+        assert gone() is None
+        assert explained.predicted_peak_bytes(0) is None
+        assert "gone" in str(explained.not_predicted)
+
+
+def test_what_a_result_s_gradient_is_expanded_to_is_counted() -> None:
+    """`sum` hands back one number for all: the compiled part takes it in memory of its own."""
+    model, x = Looped(), torch.randn(512, 16)
+    run = ecornn.compile(model, codegen="eager")
+    run(x).backward()
+
+    def passes() -> None:
+        run(x).backward()
+
+    model.zero_grad(set_to_none=True)
+    found = allocated_peak(passes)
+    assert run.explain().predicted_peak_bytes(0) == pytest.approx(found, rel=0.01)
+
+
+def test_a_batch_of_an_unknown_class_is_not_kept() -> None:
+    run, batch = ecornn.compile(Looped(), codegen="eager"), Held(torch.randn(8, 16))
+    run(batch).backward()
+    explained = run.explain()
+    assert explained.predicted_peak_bytes(0) is None
+    assert "objects" in str(explained.not_predicted)
+    gone = weakref.ref(batch.x)
+    del batch
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_rehearsal_calls_nobody_s_hooks() -> None:
+    model, seen = Looped(), []
+    model.part[1].register_full_backward_hook(lambda *_: seen.append(0))
+    model.part[1].register_full_backward_pre_hook(lambda *_: seen.append(0))
+    run = ecornn.compile(model, codegen="eager")
+    run(torch.randn(8, 16)).backward()
+    before = len(seen)
+    run.explain().predicted_peak_bytes(0)
+    assert len(seen) == before
+
+
+def test_an_explanation_can_be_copied_and_pickled() -> None:
+    run = ecornn.compile(Looped(), codegen="eager")
+    run(torch.randn(8, 16)).backward()
+    explained = run.explain()
+    for copied in (copy.deepcopy(explained), pickle.loads(pickle.dumps(explained))):
+        assert str(copied) == str(explained)
+        assert copied.predicted_peak_bytes(0) is None
+        assert "copy" in copied.not_predicted
+
+
+def test_jagged_tensors_are_compiled() -> None:
+    """Their lengths are symbols without a number."""
+    parts = [torch.randn(n, 4) for n in (3, 5)]
+    given = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    run = torch.compile(lambda x: x.sin() * 2, backend="echo", options={"codegen": "eager"})
+    run(given).values().sum().backward()
+    expected = torch.cat(parts).cos() * 2
+    assert torch.allclose(given.grad.values(), expected)  # type: ignore[union-attr]
 
 
 def test_a_model_on_meta_is_counted_without_running_it() -> None:

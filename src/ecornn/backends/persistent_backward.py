@@ -75,6 +75,9 @@ class _Layer:
             self._entering = (key, found)
         return found
 
+    def forget(self) -> None:
+        self._entering = None
+
     def _find_entering(self, d: int, start: int, stop: int) -> Tensor:
         own = self.output.narrow(2, d * self.hidden, self.hidden)
         plain = self.masks[d] == Masks(None, None)
@@ -234,9 +237,8 @@ def backward(
         for d in range(layer.directions):
             start, stop = piece.times(descending=d == 0)
             if recomputes:
-                own = gates[d][: piece.steps * batch]
-                layer.recompute(d, start, stop, own)
-                a.gates[d] = own.data_ptr()
+                layer.recompute(d, start, stop, gates[d][: piece.steps * batch])
+                a.gates[d] = gates[d].data_ptr()
                 if (biases := layer.biases[d]) is not None:
                     a.b_ih[d], a.b_hh[d] = (b.data_ptr() for b in biases)
             elif layer.kept:
@@ -254,7 +256,9 @@ def backward(
                 own = d_input[start:stop].flatten(0, 1)
                 _input_grad(layer, own, d_gates[d], d, add=adds or d == 1)
             _weight_grads(layer, sums, d_gates[d], d, start, stop)
-    del gates, d_gates  # before the weights' gradients are rounded into new memory
+    # before the weights' gradients are rounded into new memory
+    del gates, d_gates
+    layer.forget()
     d_h0, d_c0 = states.at_start()
     gru = layer.cell == "gru"
     return CallGrads(

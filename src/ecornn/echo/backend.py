@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from ecornn._version import __version__
 from ecornn.echo import masks
+from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.options import Options, read_options
 from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.recorded import Recorded, key_of
@@ -44,7 +45,7 @@ class EchoBackend:
         codegen, why = choose_codegen(self.options.codegen, inputs)
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
         self.report.add(told)
-        recorded = Recorded(key_of(module, inputs))
+        recorded = Recorded(self._key_of(module, inputs))
         partitioner = _Partition(self, told, recorded)
         generate = _inductor if codegen == "inductor" else _eager
         try:
@@ -52,9 +53,18 @@ class EchoBackend:
         except BaseException:
             self.report.forget(told)  # it will never run; torch may try another one
             raise
-        if self.recorded is not None:
+        if self.recorded is not None and recorded.key:
+            # of those that are compiled anew the latest alone runs
+            self.recorded[:] = [one for one in self.recorded if one.key != recorded.key]
             self.recorded.append(recorded)
         return compiled
+
+    def _key_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> str:
+        """Empty where nobody will ask, or where a size is none that a rehearsal could have."""
+        try:
+            return "" if self.recorded is None else key_of(module, inputs)
+        except NotUnderstood:
+            return ""
 
 
 class _Partition:

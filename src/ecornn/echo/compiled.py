@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -108,7 +109,7 @@ class CompiledModel(nn.Module):
     def explain(self) -> Explanation:
         """What is kept and what is made again, for every graph that was compiled so far."""
         regions: Regions = self._regions
-        rehearse = regions.rehearsed if regions.divided else None
+        rehearse = WeakMethod(regions.rehearsed) if regions.divided else None
         return Explanation(regions.graphs(), regions.told(), rehearse=rehearse)
 
     def __getattr__(self, name: str) -> Any:

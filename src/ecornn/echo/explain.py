@@ -69,18 +69,18 @@ class Explanation:
         graphs: Sequence[GraphReport],
         notes: Sequence[str] = (),
         *,
-        rehearse: Callable[[], int] | None = None,
+        rehearse: Callable[[], Callable[[], int] | None] | None = None,
     ) -> None:
-        """`rehearse`: of a model of which only parts are compiled, the most that a step holds
-        beside what is there before it."""
+        """`rehearse`: of a model of which only parts are compiled, gives as long as that lives what
+        tells the most that a step holds beside what is there before it."""
         self.graphs, self.notes, self._rehearse = list(graphs), list(notes), rehearse
+        #: Are the graphs all that the model runs?
+        self.whole = rehearse is None
         #: Why a peak that was asked for is not predicted, where the reason is no graph's.
         self.not_predicted: str | None = None
 
-    @property
-    def whole(self) -> bool:
-        """Are the graphs all that the model runs?"""
-        return self._rehearse is None
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_rehearse": None}  # a copy does not know the model
 
     def predicted_peak_bytes(self, held: int | None = None) -> int | None:
         """The most that a forward and backward pass of the model holds. `held`: what is there when
@@ -89,7 +89,7 @@ class Explanation:
         returned is taken to stay, and what runs between them is not counted. Where only parts of
         the model are compiled, a step like the first one is rehearsed. None if some graph's code is
         not known, or the rehearsal is not possible; `not_predicted` says why."""
-        if self._rehearse is not None:
+        if not self.whole:
             return None if held is None else self._rehearsed(held)
         told = [graph.foretold for graph in self.graphs]
         known = all(g.not_foretold is None and g.calls == 1 for g in self.graphs)
@@ -100,9 +100,12 @@ class Explanation:
         return start + _most_of_sequence(found)
 
     def _rehearsed(self, held: int) -> int | None:
-        assert self._rehearse is not None
+        rehearse = None if self._rehearse is None else self._rehearse()
+        if rehearse is None:
+            self.not_predicted = "the model is gone, or this is a copy: ask its own explain()"
+            return None
         try:
-            return held + self._rehearse()
+            return held + rehearse()
         except NotUnderstood as error:
             self.not_predicted = str(error)
             return None

@@ -132,7 +132,7 @@ def number_of_the_call(value: Any) -> Any:
     """What a symbol stood for when the graph was traced."""
     if not isinstance(value, SYMBOLS):
         return value
-    hint = value.node.hint
+    hint = getattr(value.node, "hint", None)  # a length of a jagged tensor has none
     if hint is None or isinstance(hint, SYMBOLS):
         raise NotUnderstood("the graph has a size that depends on data")
     return hint

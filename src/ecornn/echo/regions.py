@@ -198,7 +198,9 @@ class Regions:
         """The most that both passes of a call like the first one hold beside what is there before
         it, by a rehearsal. Raises where that is not possible."""
         if self.first_call is None:
-            raise NotUnderstood(self.why_wet or "not called yet")
+            called = self.calls is not None and any(self.calls.values())
+            objects = "it is called with objects that may hold tensors, and these are not kept"
+            raise NotUnderstood(self.why_wet or (objects if called else "not called yet"))
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
         return rehearsed(self.model, self.first_call, parts, self._assumed if self.lean else None)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ class Form:
     requires_grad: bool
 
 
+#: What holds no tensor.
+PLAIN = (
+    *(int, float, complex, str, bytes, type(None), slice, range, Enum),
+    *(torch.dtype, torch.device, torch.Size),
+)
+
+
 @dataclass(frozen=True)
 class ModelCall:
     """What a model was called with, and under which autocast: (device's type, dtype) or None."""
@@ -48,7 +56,10 @@ class ModelCall:
     autocast: tuple[str, torch.dtype] | None
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, device: torch.device) -> ModelCall:
+    def of(cls, args: Any, kwargs: Any, device: torch.device) -> ModelCall | None:
+        """None where something is handed over that may hold tensors, which must not be kept."""
+        if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves((args, kwargs))):
+            return None
         kind = device.type
         # of a device that has none, such as meta, torch does not even tell whether it is on
         cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -104,6 +115,11 @@ class Rehearsal:
     model: nn.Module
     functions: Callable[[], Any] | None = None
     _runs: dict[int, Callable[[list[Any]], Any]] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """torch's compiler keeps the backend, and what it refers to, for as long as it runs."""
+        self.parts, self.model, self.functions = {}, nn.Module(), None
+        self._runs.clear()
 
     def call(self, call: ModelCall, given: Any) -> Any:
         args, kwargs = given
@@ -170,7 +186,8 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> Any:
-        arriving = [t for t in tangents if t is not None]
+        with ctx.rehearsal.mode:  # as AOTAutograd does: what is expanded takes memory of its own
+            arriving = [t.contiguous() if 0 in t.stride() else t for t in tangents if t is not None]
         arguments = [*ctx.numbers, *ctx.saved_tensors, *arriving]
         ctx.maybe_clear_saved_tensors()
         gradients = ctx.rehearsal._run(ctx.part.backward, arguments)
@@ -192,7 +209,10 @@ def rehearsed(
     try:
         with draws_kept():
             rehearsal = Rehearsal(parts, mode, without_numbers(model, mode), functions)
-            return _most(rehearsal, call)
+            try:
+                return _most(rehearsal, call)
+            finally:
+                rehearsal.end()
     except Exception as error:  # whatever the model raises without numbers
         inner = getattr(error, "inner_exception", error)  # torch's compiler wraps what it meets
         said = str(inner).splitlines()[0] if str(inner) else type(inner).__name__

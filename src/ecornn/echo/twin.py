@@ -22,8 +22,10 @@ def without_numbers(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): fake(tensor, mode) for tensor in tensors}
     twin: nn.Module = copy.deepcopy(model, memo)
     for part in twin.modules():
-        part._forward_hooks.clear()
-        part._forward_pre_hooks.clear()
+        for hooks in (part._forward_hooks, part._backward_hooks):
+            hooks.clear()
+        for hooks in (part._forward_pre_hooks, part._backward_pre_hooks):
+            hooks.clear()
     return twin
 
 

@@ -16,7 +16,7 @@ def check_lengths_within(lengths_B: Tensor | None, steps: int) -> None:
     if lengths_B.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     # one copy and no kernel: the least a GPU can be waited for
-    values = lengths_B.tolist()
+    values = lengths_B.flatten().tolist()
     least, most = min(values), max(values)
     if least < 0:
         raise InvalidInput(

@@ -138,7 +138,8 @@ class _Plain(torch.autograd.Function):
         # under autocast its products would be in autocast's numbers
         special = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
         short = layer.has_backward and not special
-        if short and layer.fits(x, h0, c0, weights, output, cells, kept):
+        # hooks on saved tensors may have given any of them another form
+        if short and layer.fits(x, h0, c0, weights, output, cells, kept, lengths):
             direct = layer.backward(
                 grads,
                 (x, h0, c0, weights),

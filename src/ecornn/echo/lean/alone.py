@@ -9,7 +9,6 @@ else can have.
 from __future__ import annotations
 
 import sys
-from functools import cache
 from threading import Thread
 from typing import Any
 
@@ -43,16 +42,18 @@ class Loan:
         """When the model's call is over and its names are gone."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
+        state = _held_by_a_call()
         self.counts = counts_of(tensor)
         if not seen_by_other_streams and _is_plain(tensor):
-            self.private = self.counts == _sole_owner(tensor._is_view(), _held_by_a_call())[0]
+            self.private = self.counts == _sole_owner(tensor._is_view(), state)[0]
 
     def is_over(self, tensor: Tensor) -> bool:
         """Within a backward pass: is this the last that will ever be read of the tensor?"""
+        state = _held_by_a_call()
         self.counts = counts_of(tensor)
         if not self.private or torch._C._autograd._get_current_graph_task_keep_graph():
             return False
-        return self.counts == _sole_owner(tensor._is_view(), _held_by_a_call())[1]
+        return self.counts == _sole_owner(tensor._is_view(), state)[1]
 
 
 class AssumedLoan(Loan):
@@ -86,17 +87,27 @@ def _references(value: object) -> int:
     return sys.getrefcount(value)
 
 
-@cache
 def _sole_owner(view: bool, held_by_a_call: int) -> tuple[Counts, Counts]:
     """The counts at the end of a call and in the backward pass, of a tensor that nobody has, while
     calls hold so much. In a thread of its own: hooks and modes of the caller's would hold the
-    tensor as well."""
+    tensor as well. Where another thread begins or ends to compile meanwhile, nobody's."""
+    known = _SOLE_OWNERS.get((view, held_by_a_call))
+    if known is not None:
+        return known
     found: list[Counts] = []
     thread = Thread(target=_keep_and_count, args=(view, found))
+    before = _held_by_a_call()
     thread.start()
     thread.join()
+    if not before == _held_by_a_call() == held_by_a_call:
+        return (), ()
     at_end, in_backward = found
+    _SOLE_OWNERS[view, held_by_a_call] = at_end, in_backward
     return at_end, in_backward
+
+
+#: By whether it is a view and what a call holds.
+_SOLE_OWNERS: dict[tuple[bool, int], tuple[Counts, Counts]] = {}
 
 
 def _keep_and_count(view: bool, found: list[Counts]) -> None:
