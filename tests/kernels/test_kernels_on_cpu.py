@@ -1,0 +1,189 @@
+"""The persistent kernels themselves, from their sources, run on a CPU against the definition.
+
+Every thread of a launch is a thread here (`support/on_cpu`): what blocks wait for, where they read
+and how lanes share work is as on a GPU. Its memory order and its rounding are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ecornn.backends import persistent_calls, persistent_gradients
+from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
+from ecornn.backends.registry import by_name
+from ecornn.kernels.persistent.choose import Request, candidates
+from ecornn.kernels.persistent.tile import Geometry
+from support.machine import HOPPER, Machine, make_call
+from support.on_cpu import OnCpu, unavailable
+from support.tolerances import assert_matches, tolerance
+
+pytestmark = [
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+    # a thousand threads, which coverage would trace
+    pytest.mark.no_cover,
+]
+
+STEPS = 5
+#: More would have the machine do little but change between them.
+MOST_THREADS = 1100
+
+
+class Case(NamedTuple):
+    cell: str
+    dtype: torch.dtype
+    hidden: int
+    batch: int
+    regime: str = "L2"  # or "L2 and clusters", "cluster", "one block"
+    directions: int = 1
+    features: bool = False
+    pieces: bool = False
+
+    def __str__(self) -> str:
+        named = ("features", "pieces")
+        more = [name for name in named if getattr(self, name)]
+        size = f"{self.hidden}x{self.batch}x{self.directions}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return "-".join([self.cell, dtype, size, self.regime, *more])
+
+    def fits(self, geometry: Geometry) -> bool:
+        tile = geometry.tile
+        regime = (
+            ("L2" if tile.cluster == 1 else "L2 and clusters")
+            if tile.grid
+            else ("one block" if tile.cluster == 1 else "cluster")
+        )
+        return regime == self.regime and geometry.all_blocks * tile.threads <= MOST_THREADS
+
+    def geometry(self, ask: Request, _device: Any) -> Geometry | None:
+        """One that waits for several loads in turn, where there is one."""
+        found = [g for g in candidates(ask, HOPPER) if self.fits(g)]
+        waits = [g for g in found if g.tile.chunks * g.tile.batch_tiles > g.tile.at_once]
+        return min(waits or found, key=lambda g: g.all_blocks * g.tile.threads, default=None)
+
+    def call(self) -> LayerCall:
+        generator = torch.Generator().manual_seed(3)
+        more: dict[str, Any] = {}
+        if self.features:
+            more["lengths_B"] = torch.randint(0, STEPS + 1, (self.batch,), generator=generator)
+            more["resets_TB"] = torch.rand(STEPS, self.batch, generator=generator) < 0.3
+        sizes = {"directions": self.directions, "steps": STEPS, "batch": self.batch}
+        return converted(make_call(self.cell, self.hidden, **sizes, **more), self.dtype)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CASES = (
+    Case("lstm", BF16, 129, 9),
+    Case("lstm", BF16, 24, 17, pieces=True),
+    Case("gru", BF16, 64, 9, features=True),
+    Case("gru", FP32, 24, 9, "L2 and clusters", pieces=True),
+    Case("lstm", FP32, 129, 5, "L2 and clusters"),
+    Case("lstm", FP32, 64, 5, directions=2, features=True),
+    Case("rnn_tanh", BF16, 129, 1),
+    Case("lstm", BF16, 85, 5, "cluster", features=True),
+    Case("gru", FP32, 24, 3, "one block"),
+)
+
+
+def converted(call: LayerCall, dtype: torch.dtype) -> LayerCall:
+    c0 = None if call.c0_DBH is None else call.c0_DBH.to(dtype)
+    return replace(
+        call,
+        input_TBI=call.input_TBI.to(dtype),
+        h0_DBR=call.h0_DBR.to(dtype),
+        c0_DBH=c0,
+        weights=tuple(w.to(dtype) for w in call.weights),
+    )
+
+
+def run(name: str, call: LayerCall, grads: ResultGrads) -> tuple[LayerResult, CallGrads]:
+    result = by_name(name).forward(call)
+    return result, by_name(name).backward(call, result, grads, BackwardRequest())
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    machine.install(monkeypatch)
+    # float32 by three products, which are exact enough to be compared
+    for module in (persistent_calls, persistent_gradients):
+        numbers = lambda dtype: "tf32x3" if dtype == FP32 else "bf16"  # noqa: E731
+        monkeypatch.setattr(module, "numbers_of", numbers)
+    monkeypatch.setattr(persistent_gradients, "is_small", lambda *_, **__: False)
+    mm, addmm = torch.mm, torch.addmm
+
+    def widened(a: Tensor, b: Tensor, out_dtype: Any = None, **more: Any) -> Tensor:
+        return mm(a, b, **more) if out_dtype is None else mm(a.float(), b.float())
+
+    def added(c: Tensor, a: Tensor, b: Tensor, out_dtype: Any = None, **more: Any) -> Tensor:
+        return addmm(c, a if out_dtype is None else a.float(), b.to(c.dtype), **more)
+
+    # torch has these with another dtype for CUDA alone
+    monkeypatch.setattr(torch, "mm", widened)
+    monkeypatch.setattr(torch, "addmm", added)
+    return machine
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layer_is_the_definition_s(
+    case: Case, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[OnCpu] = []
+
+    def launcher(geometry: Geometry, _device: Any) -> OnCpu:
+        made.append(OnCpu(geometry, folder))
+        return made[-1]
+
+    monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
+    monkeypatch.setattr(persistent_calls, "launcher", launcher)
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1 if case.pieces else 1 << 30)
+    call = case.call()
+    shape = (STEPS, case.batch, case.directions * case.hidden)
+    state = (case.directions, case.batch, case.hidden)
+    generator = torch.Generator().manual_seed(4)
+    draws = [
+        torch.randn(size, generator=generator).to(case.dtype) for size in (shape, state, state)
+    ]
+    grads = ResultGrads(*(*draws[:2], draws[2] if case.cell == "lstm" else None, None))
+    found, found_grads = run("persistent", call, grads)
+    wide = ResultGrads(*(None if g is None else g.double() for g in grads))
+    want, want_grads = run("reference", converted(call, torch.float64), wide)
+    bound = 2 * tolerance(case.dtype, STEPS)
+    pairs = [
+        *zip(found[:3], want[:3], strict=True),
+        (found_grads.input_TBI, want_grads.input_TBI),
+        (found_grads.h0_DBR, want_grads.h0_DBR),
+        (found_grads.c0_DBH, want_grads.c0_DBH),
+        *zip(found_grads.weights, want_grads.weights, strict=True),
+    ]
+    for one, other in pairs:
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert_matches(one, other, bound)
+    assert len(made) >= 2
+    assert not any(launcher.failed for launcher in made)
+
+
+def test_a_block_that_never_runs_is_given_up(
+    machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, made = Case("gru", BF16, 24, 5), []
+
+    def launcher(geometry: Geometry, _device: Any) -> OnCpu:
+        made.append(OnCpu(geometry, folder, missing=1))
+        return made[-1]
+
+    monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
+    monkeypatch.setattr(persistent_calls, "launcher", launcher)
+    by_name("persistent").forward(case.call())
+    assert [launcher.failed for launcher in made] == [1]

@@ -1,0 +1,142 @@
+"""The persistent kernels' own sources, compiled for a CPU and run thread by thread.
+
+What a GPU's instructions do is written down in `cuda_on_cpu.h`; here they are put in the place of
+the sources' assembly. Each replacement must be found, so that a source that changes is noticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ecornn.kernels.jit.key import SOURCES
+from ecornn.kernels.persistent.tile import Geometry, Tile, round_up
+
+HERE = Path(__file__).parent
+ARGUMENTS = {"forward": "ForwardArguments", "backward": "BackwardArguments"}
+
+#: By file: from where to where its text is replaced, and by what.
+REPLACED: dict[str, list[tuple[str, str, str]]] = {
+    "exchange.cuh": [
+        ('asm volatile("ld.relaxed', '"memory");', "v = load_exchanged<Exchanged>(address);"),
+        *(
+            (f'asm volatile("st.relaxed.gpu.global.{width}', '"memory");', store)
+            for width, store in (
+                ("u16", "__atomic_store_n(address, value, __ATOMIC_RELAXED);"),
+                ("u32", "__atomic_store_n(address, value, __ATOMIC_RELAXED);"),
+            )
+        ),
+        ("#if CLUSTER > 1", "#endif", '#include "clusters.h"'),
+    ],
+    "numbers.cuh": [
+        ('asm("cvt.rn.bf16x2', ";\n", "pair = to_bf16(x);\n"),
+        ('asm("ex2.approx', ";\n", "y = exp2f(x * (SCALE * 1.44269504f));\n"),
+        ('asm("tanh.approx', ";\n", "y = tanhf(x);\n"),
+        ('ROUNDING("cvt.rna', ";\n", "rounded = bits & 0xffffe000u;\n"),
+        (
+            'asm volatile("mma.sync',
+            '"r"(b1));',
+            "multiply_on_cpu<DTYPE <= 1 ? 16 : 8>(c, a, b0, b1);",
+        ),
+    ],
+    "memory.cuh": [("extern __shared__", ";", "")],
+    "multiply.cuh": [('asm("" : "+l"', ";", "")],
+    "sequence.cuh": [('asm("" : "+r"', ";", "")],
+    "stream.cuh": [
+        ('asm volatile("cp.async.commit', ";\n", "\n"),
+        ('asm volatile("cp.async.wait', ";\n", "\n"),
+        (
+            'asm volatile("cp.async.ca',
+            '"memory");',
+            "std::memcpy(to, source, TOGETHER * int(sizeof(Element)));",
+        ),
+    ],
+    "product.cuh": [('asm volatile("fence.mbarrier_init', '"memory");', "")],
+}
+
+
+def unavailable() -> str | None:
+    """Why kernels cannot be compiled for this machine's CPU, if they cannot."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "there is no g++ to compile kernels for the CPU"
+    version = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True, check=True)
+    old = int(version.stdout.split(".")[0]) < 11
+    return "g++ 11 or newer is needed: <barrier>" if old else None
+
+
+def for_cpu(name: str, text: str) -> str:
+    for begins, ends, other in REPLACED.get(name, ()):
+        start = text.index(begins)
+        text = text[:start] + other + text[text.index(ends, start) + len(ends) :]
+    assert name == "numbers.cuh" or not re.search(r"\basm\b", text), f"assembly is left in {name}"
+    return text
+
+
+@cache
+def built(tile: Tile, folder: Path) -> Any:
+    """The launch function of a tile's kernel."""
+    constants = dict(tile.variant("sm_90a").constants)
+    key = hashlib.sha256(repr((tile.kernel, constants)).encode()).hexdigest()[:16]
+    here = folder / key
+    here.mkdir(exist_ok=True)
+    for source in (SOURCES / f"{tile.kernel}.cu", *SOURCES.glob("*.cuh")):
+        if source.name == "tiles.cuh":
+            continue  # of other kernels
+        (here / source.name).write_text(for_cpu(source.name, source.read_text()))
+    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    element = "unsigned short" if tile.element_bytes == 2 else "unsigned"
+    (here / "main.cpp").write_text(
+        f'''{defined}#include "cuda_on_cpu.h"
+using Exchanged = {element};
+#include "{tile.kernel}.cu"
+extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, unsigned groups,
+                   unsigned directions, const uintptr_t* exchanged, int missing, double seconds) {{
+  return launch({tile.kernel}, arguments, Dim{{blocks, groups, directions}}, THREADS, CLUSTER,
+                SHARED_BYTES, exchanged, missing, seconds);
+}}
+'''
+    )
+    library = here / "kernel.so"
+    command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread", f"-I{HERE}"]
+    made = subprocess.run(
+        [*command, f"-I{here}", "-o", str(library), str(here / "main.cpp")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr[:3000]
+    return ctypes.CDLL(str(library)).run
+
+
+class OnCpu:
+    """A launcher. `failed` counts the launches that gave up."""
+
+    def __init__(self, geometry: Geometry, folder: Path, missing: int = 0) -> None:
+        self.geometry, self.missing, self.failed = geometry, missing, 0
+        self._run = built(geometry.tile, folder)
+
+    def __call__(self, arguments: Any) -> None:
+        geometry, tile = self.geometry, self.geometry.tile
+        steps = arguments.total if tile.kernel == "forward" else arguments.steps
+        row = tile.inner * round_up(arguments.hidden, tile.vector)
+        elements = (steps * arguments.batch - 1) * arguments.exchange_row + row
+        exchanged = (ctypes.c_size_t * 4)()
+        for d in range(2):
+            start = arguments.exchange[d] or 0
+            exchanged[2 * d] = start
+            exchanged[2 * d + 1] = start + (elements * tile.element_bytes if start else 0)
+        gave_up = ctypes.c_int(0)
+        arguments.failed = ctypes.addressof(gave_up)
+        grid = (geometry.blocks, geometry.groups, geometry.directions)
+        # a busy machine may leave a thread alone for long
+        seconds = ctypes.c_double(0.5 if self.missing else 100.0)
+        outside = self._run(ctypes.byref(arguments), *grid, exchanged, self.missing, seconds)
+        assert outside == 0, f"{outside} loads from elsewhere, or no memory: {geometry}"
+        self.failed += gave_up.value
