@@ -9,12 +9,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ecornn.profiler.storages import within_reach
+
+if TYPE_CHECKING:
+    from ecornn.profiler.threads import Makers
 
 _RAW = "_raw_saved_"
 _SEVERAL = frozenset((tuple, list))
@@ -81,6 +84,8 @@ class Kind(NamedTuple):
 
 
 class Node(NamedTuple):
+    #: Which thread made it; numbers are its own.
+    maker: int
     number: int
     name: str
     node: Any
@@ -96,13 +101,14 @@ class Graph:
     ) -> None:
         """`tell`: of a node and what it keeps; `met`: of every node."""
         self._tell, self._met = tell, met
-        self._visited: set[int] = set()
+        #: By the thread that made it, and its number.
+        self._visited: set[tuple[int, int]] = set()
         self._kinds: dict[type, Kind] = {}
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
 
-    def visit(self, roots: Iterable[Any]) -> None:
-        """Everything that `roots` lead to and that was not visited before."""
+    def visit(self, roots: Iterable[Any], maker: int) -> None:
+        """Everything that `roots` lead to, all made by one thread, and that was not visited."""
         waiting, found = [node for node in roots if node is not None], []
         visited, kinds = self._visited, self._kinds
         while waiting:
@@ -111,13 +117,13 @@ class Graph:
             if kind.gathers:
                 continue
             number = node._sequence_nr()
-            if number not in visited:
-                visited.add(number)
+            if (maker, number) not in visited:
+                visited.add((maker, number))
                 found.append((number, node, kind))
                 waiting += [one for one, _ in node.next_functions if one is not None]
         # In the order of the forward pass.
         for number, node, kind in sorted(found, key=itemgetter(0)):
-            known = Node(number, kind.name or name_of(node), node)
+            known = Node(maker, number, kind.name or name_of(node), node)
             if self._met is not None:
                 self._met(known)
             if kind.saved or kind.has_others:
@@ -139,14 +145,15 @@ class Graph:
         self._kinds[type(node)] = kind
         return kind
 
-    def visited(self, number: int) -> bool:
-        return number in self._visited
+    def visited(self, maker: int, number: int) -> bool:
+        return (maker, number) in self._visited
 
-    def visit_what_is_alive(self, since: int) -> None:
-        """From every result that a node numbered `since` or later made: where no backward pass has
-        shown the graph's end."""
+    def visit_what_is_alive(self, makers: Makers) -> None:
+        """From every result that a node of the step made: where no backward pass has shown the
+        graph's end."""
         roots = [one.grad_fn for one in tensors_alive() if one.grad_fn is not None]
-        self.visit([node for node in roots if node._sequence_nr() >= since])
+        maker = makers.of_running()
+        self.visit([one for one in roots if makers.of_this_step(maker, one._sequence_nr())], maker)
 
     def _saved(self, node: Any, kind: Kind) -> list[Tensor]:
         found: list[Tensor] = []
