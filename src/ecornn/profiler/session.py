@@ -93,13 +93,16 @@ class Profile:
     def of(self, step: Callable[[], Any]) -> MemoryReport:
         """One call of `step`, observed."""
         with self:
-            result = step()
-            if isinstance(result, GeneratorType):
-                for _ in result:
-                    pass
-            # The loss is the step's, and given up with it.
-            del result
+            run_to_end(step)
         return self.report
+
+
+def run_to_end(step: Callable[[], Any]) -> None:
+    """All of it, if it is a generator. The loss is the step's, and given up with it."""
+    result = step()
+    if isinstance(result, GeneratorType):
+        for _ in result:
+            pass
 
 
 class NotObserved(EcornnError, RuntimeError):
