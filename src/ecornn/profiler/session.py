@@ -43,6 +43,7 @@ class Profile:
         self._what_if, self._operators = what_if, operators or what_if
         self._collector: Collector | LightCollector | None = None
         self._report: MemoryReport | None = None
+        self._used = False
 
     @property
     def report(self) -> MemoryReport:
@@ -51,9 +52,10 @@ class Profile:
         return self._report
 
     def __enter__(self) -> Profile:
-        if self._collector is not None:
+        if self._used:
             raise NotObserved("this profile has been used; make another one with profile(…)")
         self._collector = self._make_collector()
+        self._used = True
         try:
             self._collector.start()
         except BaseException:
@@ -84,9 +86,13 @@ class Profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._collector is not None
-        self._collector.stop(failed=error is not None)
-        self._report = assemble(self._collector.observation(), error)
+        collector = self._collector
+        assert collector is not None
+        # The report is all that stays: neither the model nor what was recorded.
+        self._collector = None
+        del self._model, self._optimizers
+        collector.stop(failed=error is not None)
+        self._report = assemble(collector.observation(), error)
         if error is not None:
             error.memory_report = self._report  # type: ignore[attr-defined]
 
