@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Event
 
 import pytest
 import torch
 from torch import nn
 
-from ecornn.profiler import profile
+from ecornn.profiler import MemoryReport, profile
 from ecornn.profiler.history import History
+from support.hooks import is_untouched
 from support.recorded_steps import recorded
 
 
@@ -38,3 +41,34 @@ def test_neither_the_model_nor_the_history_stays(
     assert histories() == before
     assert [one() for one in gone] == [None, None]
     assert any(held.kind == "feature maps" for held in observed.report.held)
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_profiles_may_end_in_the_order_they_began(
+    history: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two threads: each is told of passes while it is there, and the engine is as before."""
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    began, ended = (Event(), Event()), Event()
+
+    def first() -> MemoryReport:
+        with profile(model=models[0]) as observed:
+            began[0].set()
+            assert began[1].wait(60)
+            models[0](torch.randn(2, 4)).exp().sum().backward()
+        ended.set()
+        return observed.report
+
+    def second() -> MemoryReport:
+        assert began[0].wait(60)
+        with profile(model=models[1]) as observed:
+            began[1].set()
+            assert ended.wait(60)
+            models[1](torch.randn(2, 4)).exp().sum().backward()
+        return observed.report
+
+    with recorded(monkeypatch) if history else nullcontext(), ThreadPoolExecutor(2) as pool:
+        reports = [one.result() for one in (pool.submit(first), pool.submit(second))]
+    for model, report in zip(models, reports, strict=True):
+        assert is_untouched(model)
+        assert any("exp" in by for held in report.held for by in held.kept_by)

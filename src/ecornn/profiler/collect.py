@@ -265,7 +265,7 @@ class Collector(TorchDispatchMode):
         # With gradients on, a module's call in the backward pass is a forward pass made again.
         if node is not None and not (running and torch.is_grad_enabled()):
             maker, number = self._makers.of_running(), node._sequence_nr()
-            if not self.graph.visited(maker, number):
+            if not self.graph.visited(node):
                 self.graph.visit([node], maker)
             found = self._origins.get((maker, number))
             return (module, None, "backward") if found is None else (found[0], found[2], "backward")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import RLock
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ def missing() -> str | None:
         (torch._C._autograd, "_get_sequence_nr"),
         (torch.autograd, _ENTRY),
         (torch._C._autograd.SavedTensor, "data"),
+        (torch._C._FunctionBase, "metadata"),
     ):
         if not hasattr(owner, name):
             return f"torch {torch.__version__} has no {name}"
@@ -48,28 +51,45 @@ class Starts:
 
     Some nodes (those of compiled code) give up what they saved before their first operator runs,
     and autograd has no hook for its own start. So the function through which `Tensor.backward` and
-    `torch.autograd` call the engine is replaced meanwhile.
+    `torch.autograd` call the engine is replaced while anybody wants to be told: once for all, since
+    several threads may begin and end in any order.
     """
+
+    _open: ClassVar[list[Starts]] = []
+    _changing: ClassVar[RLock] = RLock()
+    _engine: ClassVar[Callable[..., Any]]
 
     def __init__(
         self, tell: Callable[[list[Any]], None], ended: Callable[[], None] = lambda: None
     ) -> None:
         """`ended` is called when it has, also if it raised."""
-        engine: Callable[..., Any] = getattr(torch.autograd, _ENTRY)
+        self._tell, self._ended = tell, ended
+        with Starts._changing:
+            if not Starts._open:
+                Starts._engine = getattr(torch.autograd, _ENTRY)
+                setattr(torch.autograd, _ENTRY, Starts._run)
+            Starts._open.append(self)
 
-        def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-            # A root is a tensor, or an edge: a node and the number of its result.
-            tell([getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs])
-            try:
-                return engine(outputs, *args, **kwargs)
-            finally:
-                ended()
+    @staticmethod
+    def _run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        # A root is a tensor, or an edge: a node and the number of its result.
+        roots = [getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs]
+        with ExitStack() as stack:
+            for one in tuple(Starts._open):
+                one._tell(roots)
+                stack.callback(one._end)
+            return Starts._engine(outputs, *args, **kwargs)
 
-        self._engine = engine
-        setattr(torch.autograd, _ENTRY, run)
+    def _end(self) -> None:
+        if self in Starts._open:
+            self._ended()
 
     def close(self) -> None:
-        setattr(torch.autograd, _ENTRY, self._engine)
+        with Starts._changing:
+            if self in Starts._open:
+                Starts._open.remove(self)
+                if not Starts._open:
+                    setattr(torch.autograd, _ENTRY, Starts._engine)
 
 
 class Kind(NamedTuple):
@@ -101,8 +121,9 @@ class Graph:
     ) -> None:
         """`tell`: of a node and what it keeps; `met`: of every node."""
         self._tell, self._met = tell, met
-        #: By the thread that made it, and its number.
-        self._visited: set[tuple[int, int]] = set()
+        #: In the metadata of each node that was visited: numbers are each thread's own, and nothing
+        #: here may hold on to a node.
+        self._visited = object()
         self._kinds: dict[type, Kind] = {}
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
@@ -116,10 +137,10 @@ class Graph:
             kind = kinds.get(type(node)) or self._learn(node)
             if kind.gathers:
                 continue
-            number = node._sequence_nr()
-            if (maker, number) not in visited:
-                visited.add((maker, number))
-                found.append((number, node, kind))
+            metadata = node.metadata
+            if visited not in metadata:
+                metadata[visited] = True
+                found.append((node._sequence_nr(), node, kind))
                 waiting += [one for one, _ in node.next_functions if one is not None]
         # In the order of the forward pass.
         for number, node, kind in sorted(found, key=itemgetter(0)):
@@ -145,8 +166,8 @@ class Graph:
         self._kinds[type(node)] = kind
         return kind
 
-    def visited(self, maker: int, number: int) -> bool:
-        return (maker, number) in self._visited
+    def visited(self, node: Any) -> bool:
+        return self._visited in node.metadata
 
     def visit_what_is_alive(self, makers: Makers) -> None:
         """From every result that a node of the step made: where no backward pass has shown the
