@@ -177,8 +177,10 @@ class LightCollector:
 
     def _backward_ended(self) -> None:
         self._makers.pass_ends()
-        with self.sightings.at_once():
-            self._roles.gradients()
+        # Not after each pass inside it: every look is at all parameters.
+        if running_node() is None:
+            with self.sightings.at_once():
+                self._roles.gradients()
         self._moved()
 
     def _met(self, found: Node) -> None:
