@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -134,6 +135,23 @@ def test_what_cannot_be_profiled_is_refused() -> None:
         profile(lambda: None, nn.Linear(1, 1), 3)  # type: ignore[call-overload]
     with pytest.raises(InvalidInput, match="found when it takes a step"):
         profile(lambda: None, nn.Linear(1, 1), [object()])  # type: ignore[list-item]
+
+
+@dataclass(frozen=True)
+class Closed(Exception):
+    """Takes no attributes."""
+
+    why: str
+
+
+def test_an_error_that_takes_no_attributes_goes_on() -> None:
+    def step() -> None:
+        raise Closed("inside")
+
+    observed = profile(model=nn.Linear(2, 2))
+    with pytest.raises(Closed, match="inside"), observed:
+        step()
+    assert observed.report.error == "Closed: inside"
 
 
 def test_a_broken_device_replaces_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import GeneratorType, TracebackType
 from typing import Any, overload
 
@@ -26,7 +27,8 @@ DEVICES = ("cpu", "cuda", "meta")
 class Profile:
     """Observes what runs inside `with`; `report` is there afterwards, also if that raised.
 
-    What was raised goes on unchanged, with the report as its attribute `memory_report`.
+    What was raised goes on unchanged, with the report as its attribute `memory_report` if it takes
+    attributes.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Profile:
         collector.stop(failed=error is not None)
         self._report = assemble(collector.observation(), error)
         if error is not None:
-            error.memory_report = self._report  # type: ignore[attr-defined]
+            with suppress(AttributeError):  # of exceptions that take none
+                error.memory_report = self._report  # type: ignore[attr-defined]
 
     def of(self, step: Callable[[], Any]) -> MemoryReport:
         """One call of `step`, observed."""
