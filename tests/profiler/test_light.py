@@ -229,6 +229,21 @@ def test_gradients_are_looked_at_once_after_the_outermost_pass(
     assert sorted(told) == sorted(2 * [str(place) for place in range(5)])
 
 
+def test_threads_of_other_devices_fall_silent_too(
+    from_history: list[LightCollector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, however often it is closed."""
+    hushed = []
+    monkeypatch.setattr(light.history, "hush", lambda _, device: hushed.append(device))
+    model, other = nn.Linear(4, 4), torch.device("cuda", 1)
+    with profile(model=model):
+        (collector,) = from_history
+        collector.sightings.elsewhere |= {other, torch.device("meta")}
+        model(torch.randn(2, 4)).sum().backward()
+    collector.close()
+    assert hushed == [other]
+
+
 def test_generators_run_in_the_module_that_made_them(from_history: list[LightCollector]) -> None:
     class Pieces(nn.Module):
         def __init__(self) -> None:

@@ -123,8 +123,9 @@ class LightCollector:
 
     def close(self) -> None:
         """Take away every hook, and record nothing more."""
-        if self._starts is not None:
-            self._starts.close()
+        started, self._starts = self._starts, None
+        if started is not None:
+            started.close()
         self._calls.close()
         self._roles.unhook()
         for handle in self._handles:
@@ -132,6 +133,10 @@ class LightCollector:
         self._handles.clear()
         self.sightings.end()
         self._recorder.close()
+        if started is not None:  # autograd has a thread for every device, and each has spoken
+            for device in self.sightings.elsewhere:
+                if device.type == "cuda":
+                    history.hush(self._recorder.say, device)
 
     def observation(self) -> Observation:
         assert self._history is not None
