@@ -8,7 +8,8 @@ from types import GeneratorType, TracebackType
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ecornn.errors import EcornnError, InvalidInput
@@ -194,9 +195,14 @@ def device_of(model: nn.Module) -> torch.device:
     """The one that holds most of the model."""
     found: dict[torch.device, int] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        found[tensor.device] = found.get(tensor.device, 0) + max(tensor.nbytes, 1)
+        found[tensor.device] = found.get(tensor.device, 0) + _bytes_of(tensor)
     device = max(found, key=lambda one: found[one]) if found else torch.get_default_device()
     if device.type not in DEVICES:
         remedy = "move the model"
         raise InvalidInput("model", f"weights on {device}", f"one of {', '.join(DEVICES)}", remedy)
     return device
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """At least 1. That is also for those that get their memory when the model is first called."""
+    return 1 if is_lazy(tensor) else max(tensor.nbytes, 1)
