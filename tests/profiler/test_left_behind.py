@@ -11,6 +11,7 @@ from threading import Event
 import pytest
 import torch
 from torch import nn
+from torch.utils import _python_dispatch
 
 from ecornn.profiler import MemoryReport, profile
 from ecornn.profiler.history import History
@@ -48,6 +49,10 @@ def test_profiles_may_end_in_the_order_they_began(
     history: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on two threads: each is told of passes while it is there, and the engine is as before."""
+    # torch's own flags for modes are not each thread's: such an order leaves them set.
+    for name, value in list(vars(_python_dispatch).items()):
+        if isinstance(value, bool):
+            monkeypatch.setattr(_python_dispatch, name, value)
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     began, ended = (Event(), Event()), Event()
 
