@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ from torch import Tensor, nn
 
 from ecornn.errors import InvalidInput
 from ecornn.profiler import MemoryReport, collect, profile
+from ecornn.profiler.allocator import driver_bytes
+from ecornn.profiler.history import hush
+from ecornn.profiler.observation import driver_notes
 from ecornn.profiler.session import NotObserved
 from support.hooks import is_untouched
+from support.recorded_steps import Emulated, recorded
 
 
 class Breaks(nn.Module):
@@ -130,6 +135,49 @@ def test_what_cannot_be_profiled_is_refused() -> None:
         profile(lambda: None, nn.Linear(1, 1), 3)  # type: ignore[call-overload]
     with pytest.raises(InvalidInput, match="found when it takes a step"):
         profile(lambda: None, nn.Linear(1, 1), [object()])  # type: ignore[list-item]
+
+
+@dataclass(frozen=True)
+class Closed(Exception):
+    """Takes no attributes."""
+
+    why: str
+
+
+def test_an_error_that_takes_no_attributes_goes_on() -> None:
+    def step() -> None:
+        raise Closed("inside")
+
+    observed = profile(model=nn.Linear(2, 2))
+    with pytest.raises(Closed, match="inside"), observed:
+        step()
+    assert observed.report.error == "Closed: inside"
+
+
+def test_a_broken_device_replaces_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked of it after an error raises that once more."""
+    asked: list[str] = []
+
+    def broken(what: Any) -> Any:
+        asked.append(what)
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    hush(broken, torch.device("cpu"))
+    assert asked == [""]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    monkeypatch.setattr(Emulated, "driver_bytes", lambda _: driver_bytes(torch.device("cuda")))
+
+    def step() -> None:
+        model(torch.randn(2, 4)).sum().backward()
+        raise KeyError("the program's own")
+
+    with recorded(monkeypatch), pytest.raises(KeyError, match="the program's own") as raised:
+        profile(step, model)
+    assert len(asked) == 2
+    report = raised.value.memory_report  # type: ignore[attr-defined]
+    assert report.notes == driver_notes(None)
+    assert "driver" not in report.by_kind()
 
 
 def test_a_graph_from_before_the_step_is_kept_since_then() -> None:

@@ -102,8 +102,8 @@ def test_the_compiler_does_not_look_into_the_profiler(monkeypatch: pytest.Monkey
             monkeypatch.setattr(collect, "passed_over_by_compiler", lambda *_: False)
         compiled = torch.compile(broken, backend="eager")
         with profile(model=model) as observed:
+            assert type(observed._collector) is kind
             compiled(torch.randn(2, 3)).backward()
-        assert type(observed._collector) is kind
         assert observed.report.peak_bytes > 0
         codes = [places._code_of(module) for module in (collect, places, storages)]
         assert [

@@ -6,7 +6,7 @@ import gc
 import gzip
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ecornn.bench.models.step import make_step
 from ecornn.profiler import fit
@@ -140,6 +141,39 @@ def test_a_rehearsal_has_all_that_a_batch_allocates() -> None:
     phases = [phase for _, _, phase in large.keys]
     starts = [i for i in made if phases[i] == "optimizer" != phases[i - 1]]
     assert len(starts) == STEPS
+
+
+def test_a_step_that_is_a_generator_is_run_to_its_end() -> None:
+    """In a rehearsal and in a warm-up too."""
+    ends: list[int] = []
+
+    def make(*, pieces: bool) -> Made:
+        model, x = nn.Sequential(nn.Linear(8, 32), nn.Tanh()), torch.randn(4, 8)
+
+        def step() -> None:
+            model(x).sum().backward()
+            model.zero_grad()
+
+        def step_in_pieces() -> Iterator[None]:
+            loss = model(x).sum()
+            yield
+            loss.backward()
+            model.zero_grad()
+            ends.append(1)
+
+        return read_step((step_in_pieces if pieces else step, model))
+
+    gc.collect()
+    whole, pieces = (
+        rehearse(4, partial(make, pieces=pieces), Emulated(), CPU) for pieces in (False, True)
+    )
+    assert len(ends) == STEPS
+    made = [
+        [size for size, born in zip(r.sizes, r.born, strict=True) if born] for r in (whole, pieces)
+    ]
+    assert made[0] == made[1]
+    make(pieces=True).observed(warm_up=2)
+    assert len(ends) == STEPS + 3
 
 
 def test_state_that_is_made_in_the_first_step_lies_in_the_way() -> None:

@@ -205,6 +205,45 @@ def test_a_broken_step_is_told_so_far(how: str, from_history: list[LightCollecto
     assert len(collector._marks.said) == said, "nobody speaks afterwards"
 
 
+def test_gradients_are_looked_at_once_after_the_outermost_pass(
+    from_history: list[LightCollector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, gradients = [], light.Roles.gradients
+
+    def look(roles: light.Roles) -> None:
+        looks.append(1)
+        gradients(roles)
+
+    monkeypatch.setattr(light.Roles, "gradients", look)
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)]), torch.randn(4, 8)
+
+    def step() -> None:
+        y = x.requires_grad_()
+        for layer in model:
+            y = checkpoint(layer, y, use_reentrant=True)
+        y.sum().backward()
+
+    report = profile(step, model)
+    assert len(looks) == 1, "not after the pass inside each checkpoint"
+    told = [one.module for one in report.held if one.kind == "gradients" and one.module]
+    assert sorted(told) == sorted(2 * [str(place) for place in range(5)])
+
+
+def test_threads_of_other_devices_fall_silent_too(
+    from_history: list[LightCollector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, however often it is closed."""
+    hushed = []
+    monkeypatch.setattr(light.history, "hush", lambda _, device: hushed.append(device))
+    model, other = nn.Linear(4, 4), torch.device("cuda", 1)
+    with profile(model=model):
+        (collector,) = from_history
+        collector.sightings.elsewhere |= {other, torch.device("meta")}
+        model(torch.randn(2, 4)).sum().backward()
+    collector.close()
+    assert hushed == [other]
+
+
 def test_generators_run_in_the_module_that_made_them(from_history: list[LightCollector]) -> None:
     class Pieces(nn.Module):
         def __init__(self) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from threading import Barrier
+from time import sleep
+
 import pytest
 
 from ecornn.errors import InvalidInput
-from ecornn.profiler.model import COUNTED, TENSORS, MemoryReport, rows_of
+from ecornn.profiler.model import COUNTED, TENSORS, Held, MemoryReport, rows_of
 from support.memory_reports import made_by_hand
 
 
@@ -39,3 +44,26 @@ def test_json_and_back() -> None:
     assert MemoryReport.from_json(report.to_json()) == report
     with pytest.raises(InvalidInput, match="profile the step again"):
         MemoryReport.from_json("{}")
+
+
+def test_storages_are_made_once_though_several_threads_ask() -> None:
+    report, readers = made_by_hand(), 4
+    together, made = Barrier(readers), []
+
+    def make() -> tuple[Held, ...]:
+        made.append(1)
+        sleep(0.05)
+        return report.held
+
+    others = {one.name: getattr(report, one.name) for one in fields(report) if one.name != "held"}
+    later = MemoryReport.with_storages_later(make, **others)
+
+    def read(_: int) -> tuple[Held, ...]:
+        together.wait(60)
+        return later.held
+
+    with ThreadPoolExecutor(readers) as pool:
+        assert list(pool.map(read, range(readers))) == [report.held] * readers
+    assert made == [1]
+    with pytest.raises(AttributeError, match="has no attribute 'hold'"):
+        _ = later.hold

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from ecornn.errors import EcornnError, InvalidInput
@@ -104,6 +103,7 @@ def prepare(make: Callable[..., Any], device: str, **given: int | str) -> Made:
     """What the function makes on the device, by its argument or as torch's default device."""
     import torch
 
+    from ecornn.profiler.session import run_to_end
     from ecornn.profiler.steps import Made, read_step
 
     name = f"{getattr(make, '__name__', 'the function')}()"
@@ -113,10 +113,7 @@ def prepare(make: Callable[..., Any], device: str, **given: int | str) -> Made:
 
     def step() -> None:
         with torch.device(device):
-            result = made.step()
-            if isinstance(result, GeneratorType):
-                for _ in result:
-                    pass
+            run_to_end(made.step)
 
     return Made(step, made.model, made.optimizers)
 

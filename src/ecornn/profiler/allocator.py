@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ecornn.profiler.model import Row
-from ecornn.profiler.observation import Beside, Bytes
+from ecornn.profiler.observation import Beside, Bytes, driver_notes
 from ecornn.profiler.storages import Record
 
 #: Sizes are rounded up to it.
@@ -136,15 +136,16 @@ class Allocator:
         inside = columns["no tensor"][time] - before
         if not modules[time]:
             before, inside = before + inside, 0
+        driver = self.driver_bytes()
         rows = [
             Row("", "rounding", columns["rounding"][time], 0),
             Row("", "no tensor", before, 0),
             Row(modules[time], "no tensor", inside, 0),
             Row("", "reserved, unused", max(0, peak.reserved - peak.peak), 0),
-            Row("", "driver", self.driver_bytes(), 0),
+            Row("", "driver", driver or 0, 0),
         ]
         told = {kind: np.asarray(column, np.int64) for kind, column in columns.items()}
-        return Beside(time, told, [row for row in rows if row.bytes])
+        return Beside(time, told, [row for row in rows if row.bytes], driver_notes(driver))
 
     def _columns(self, totals: Sequence[int]) -> dict[str, list[int]]:
         """Rounding and memory without a tensor. Between two readings both are as at the earlier
@@ -166,13 +167,17 @@ class Allocator:
                 rest[now.time] = max(rest[now.time], reached)
         return {"rounding": rounding, "no tensor": rest}
 
-    def driver_bytes(self) -> int:
+    def driver_bytes(self) -> int | None:
         return driver_bytes(self.device)
 
 
-def driver_bytes(device: torch.device) -> int:
-    """Used on the device by all processes and not reserved by this allocator."""
-    free, whole = torch.cuda.mem_get_info(device)
+def driver_bytes(device: torch.device) -> int | None:
+    """Used on the device by all processes and not reserved by this allocator; None of a device that
+    an error has broken."""
+    try:
+        free, whole = torch.cuda.mem_get_info(device)
+    except RuntimeError:
+        return None
     return int(whole - free - torch.cuda.memory_reserved(device))
 
 

@@ -28,8 +28,9 @@ _NUMBER = {kind: number for number, kind in enumerate(TENSORS)}
 
 def assemble(seen: Observation, error: BaseException | None) -> MemoryReport:
     length = len(seen.times) + 1
-    in_blocks = _in_blocks(seen.device)
-    sums = _Sums(seen.records, length, in_blocks=in_blocks)
+    # Alone: what makes storages later must not hold on to the rest of what was seen.
+    records, in_blocks = seen.records, _in_blocks(seen.device)
+    sums = _Sums(records, length, in_blocks=in_blocks)
     columns = {kind: sums.of(kind) for kind in TENSORS}
     columns = {kind: column for kind, column in columns.items() if column.any()}
     operators, modules, phases = zip(("", "", "before"), *seen.times, strict=True)
@@ -37,7 +38,7 @@ def assemble(seen: Observation, error: BaseException | None) -> MemoryReport:
     columns |= beside.columns
     rows = [*sums.rows(beside.peak_time), *beside.rows]
     return MemoryReport.with_storages_later(
-        lambda: _held(seen.records, in_blocks=in_blocks),
+        lambda: _held(records, in_blocks=in_blocks),
         device=str(seen.device),
         peak_time=beside.peak_time,
         rows=tuple(largest_first(rows)),

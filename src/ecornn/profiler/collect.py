@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecornn.profiler import allocator, kept, operators, places, storages
+from ecornn.profiler import allocator, kept, operators, places, storages, threads
 from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
 from ecornn.profiler.kept import (
@@ -55,6 +56,7 @@ from ecornn.profiler.places import (
 )
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.storages import PLAIN, STRIDED, Ledger, Record, parts, within_reach
+from ecornn.profiler.threads import Makers
 
 if TYPE_CHECKING:
     from ecornn.profiler.trace import Trace
@@ -100,20 +102,21 @@ class Collector(TorchDispatchMode):
         self._lines = Lines()
         #: By identity, which the values hold on to: an operator's own hash runs in Python.
         self._operators: dict[int, Operator] = {}
-        self._origins: dict[int, Origin] = {}
-        #: By the number of a node of compiled code, what it keeps; and of how many nobody knows.
-        self._saved_values: dict[int, dict[int, Value]] = {}
+        #: By who made a node, and its number.
+        self._origins: dict[tuple[int, int], Origin] = {}
+        #: Likewise for a node of compiled code, what it keeps; and of how many nobody knows.
+        self._saved_values: dict[tuple[int, int], dict[int, Value]] = {}
         self.unread = 0
         self._compiled = CompiledGraphs(model)
         self._roles = Roles(self.ledger, model, optimizers)
-        self._calls = Calls(model, self._roles.inputs)
+        self._makers = Makers()
+        self._calls = Calls(model, self._makers, self._roles.inputs)
         self._running = self._calls.running
         self._starts: Starts | None = None
         #: The storages that were there before; weak, so that a new one at an address is told apart.
         self._before: dict[int, weakref.ref[Any]] | None = None
-        #: Of the first node that the step makes, and of the last one seen.
-        self._first_number = next_number()
-        self._last_number = -1
+        #: The last node that was seen to be made: by whom, and its number.
+        self._last = (0, -1)
         #: None also where tensors on a GPU are only simulated.
         real = device.type == "cuda" and not is_fake(model)
         self.untold = allocator.missing(device) if real else None
@@ -121,7 +124,7 @@ class Collector(TorchDispatchMode):
         self.allocator = Allocator(device, self.ledger.bytes_alive, every) if real else None
 
     def start(self) -> None:
-        self._starts = Starts(self._backward_starts)
+        self._starts = Starts(self._backward_starts, self._makers.pass_ends)
         self.__enter__()
 
     @staticmethod
@@ -130,7 +133,7 @@ class Collector(TorchDispatchMode):
     ) -> Collector:
         kind = Collector
         if "torch._dynamo" in sys.modules:
-            ours = (sys.modules[__name__], storages, kept, allocator, operators, places)
+            ours = (sys.modules[__name__], storages, kept, allocator, operators, places, threads)
             alone = passed_over_by_compiler(*ours)
             kind = CollectorBesideCompiler if alone else WrappedCollector
         return kind(model, optimizers, device, every)
@@ -147,14 +150,15 @@ class Collector(TorchDispatchMode):
 
     def _backward_starts(self, roots: list[Any]) -> None:
         self.saw_backward = True
-        self.graph.visit(roots)
+        self._makers.pass_starts()
+        self.graph.visit(roots, self._makers.of_running())
 
     def stop(self, *, failed: bool) -> None:
         """Leave nothing behind, whatever state the step was left in."""
         try:
             self.__exit__(None, None, None)
             if failed or not self.saw_backward:
-                self.graph.visit_what_is_alive(self._first_number)
+                self.graph.visit_what_is_alive(self._makers)
             self._roles.close()
             if self.allocator is not None:
                 self.allocator.read(self.ledger.clock, self.ledger.bytes_alive)
@@ -194,7 +198,7 @@ class Collector(TorchDispatchMode):
         operator = self._operators.get(id(func)) or self._describe(func)
         call = operator.call
         if operator.only_views:
-            if next_number() - 1 != self._last_number:
+            if (get_ident(), next_number() - 1) != self._last:
                 self._place(operator)  # it may have a node
             return call(*args, **kwargs) if kwargs else call(*args)
         module, line, phase = self._place(operator)
@@ -232,8 +236,9 @@ class Collector(TorchDispatchMode):
             self.ledger.elsewhere.add(str(tensor.device))
             return
         node = tensor.grad_fn
-        of_this_step = node is not None and node._sequence_nr() >= self._first_number
-        if (of_this_step or in_generated_code()) and not self._was_before(tensor):
+        of_this_step = self._makers.of_this_step
+        made = node is not None and of_this_step(self._makers.of_running(), node._sequence_nr())
+        if (made or in_generated_code()) and not self._was_before(tensor):
             # Sparse tensors and subclasses come here as well, and are mostly known.
             if self.ledger.made(tensor, module, COMPILED, line):
                 self.saw_compiled = True
@@ -259,48 +264,48 @@ class Collector(TorchDispatchMode):
         module = running[-1] if running else ""
         # With gradients on, a module's call in the backward pass is a forward pass made again.
         if node is not None and not (running and torch.is_grad_enabled()):
-            number = node._sequence_nr()
-            if not self.graph.visited(number):
-                self.graph.visit([node])
-            found = self._origins.get(number)
+            maker, number = self._makers.of_running(), node._sequence_nr()
+            if not self.graph.visited(node):
+                self.graph.visit([node], maker)
+            found = self._origins.get((maker, number))
             return (module, None, "backward") if found is None else (found[0], found[2], "backward")
         line = None
         # The first operator with a number is the node's own; later ones made no node. Lines cost a
         # walk up the frames: without a node, only what is new needs one.
-        number = next_number() - 1
-        if number != self._last_number:
-            self._last_number = number
-            if number not in self._origins:
+        made = get_ident(), next_number() - 1
+        if made != self._last:
+            self._last = made
+            if made not in self._origins:
                 line = self._lines.here()
-                self._origins[number] = Origin(module, operator.name, line)
+                self._origins[made] = Origin(module, operator.name, line)
         if node is not None:
             return module, line, "backward"
         return module, line, "optimizer" if self._roles.stepping and not running else "forward"
 
     def _kept(self, found: Node, tensors: list[Tensor]) -> None:
         """`tensors` are kept for the backward pass of a node."""
-        origin, node = self._origins.get(found.number), found.node
+        origin, node = self._origins.get((found.maker, found.number)), found.node
         tensors = [tensor for tensor in tensors if within_reach(tensor)]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             operator = found.name.removesuffix("Backward")
             if is_compiled(node):
                 for tensor in tensors:
-                    self._kept_by_compiled(node, tensor)
+                    self._kept_by_compiled(found, tensor)
                 return
         else:
             operator = origin.operator if origin is not None else found.name
         module = origin.module if origin is not None else ""
         line = origin.line if origin is not None else None
         for tensor in tensors:
-            self._keep(node, tensor, module, operator, line)
+            self._keep(found, tensor, module, operator, line)
 
     def _keep(
-        self, node: Any, tensor: Tensor, module: str, operator: str, line: Line | None
+        self, by: Node, tensor: Tensor, module: str, operator: str, line: Line | None
     ) -> None:
         text = f"{module}: {operator}" if module else operator
         # Unknown: kept since before the step, or made past the dispatcher.
         if not self.ledger.knows_as_it_is(tensor):
-            if node._sequence_nr() < self._first_number:
+            if not self._makers.of_this_step(by.maker, by.number):
                 self.ledger.given(tensor, role="")
             elif self._was_before(tensor):
                 self.ledger.given(tensor)
@@ -310,17 +315,17 @@ class Collector(TorchDispatchMode):
             if text not in record.kept_by:
                 record.kept_by += (text,)
 
-    def _kept_by_compiled(self, node: Any, tensor: Tensor) -> None:
+    def _kept_by_compiled(self, by: Node, tensor: Tensor) -> None:
         """By the module in whose call the code ran; made where its graph says."""
-        number = node._sequence_nr()
-        region = self._calls.at(number)
-        if number not in self._saved_values:
+        key = by.maker, by.number
+        region = self._calls.at(*key)
+        if key not in self._saved_values:
             self.saw_compiled = True
-            self._saved_values[number] = self._compiled.saved_by(node, region)
-            self.unread += not self._saved_values[number]
-        self._keep(node, tensor, region, COMPILED, None)
+            self._saved_values[key] = self._compiled.saved_by(by.node, region)
+            self.unread += not self._saved_values[key]
+        self._keep(by, tensor, region, COMPILED, None)
         for part in parts(tensor):
-            value = self._saved_values[number].get(part.untyped_storage()._cdata)
+            value = self._saved_values[key].get(part.untyped_storage()._cdata)
             for record in self.ledger.records_of(part):
                 if value is not None and record.born and not record.role:
                     record.module, record.line_text = value.module or "", value.line_text

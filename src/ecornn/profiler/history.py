@@ -61,7 +61,7 @@ class Recording(Protocol):
 
     def close(self) -> None: ...
 
-    def driver_bytes(self) -> int: ...
+    def driver_bytes(self) -> int | None: ...
 
 
 def missing() -> str | None:
@@ -81,9 +81,10 @@ def missing() -> str | None:
 def hush(say: Callable[[str], None], device: torch.device) -> None:
     """What is said stands beside what one thread does; a thread of autograd's is told to say
     nothing more by a backward pass of one number."""
-    # memory may be what the step ran out of: then the thread says a number that means nothing
+    # Memory may be what the step ran out of, or the device be broken: then the thread says a number
+    # that means nothing. What the step raised must not be replaced; a broken device says so again.
     with (
-        suppress(torch.OutOfMemoryError),
+        suppress(RuntimeError),
         torch.inference_mode(False),
         torch.enable_grad(),
         _disable_current_modes(),
@@ -157,5 +158,5 @@ class Recorder:
             self.say(self._said_before)
             hush(self.say, torch.device("cuda", self._index))
 
-    def driver_bytes(self) -> int:
+    def driver_bytes(self) -> int | None:
         return driver_bytes(torch.device("cuda", self._index))

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from operator import itemgetter
-from typing import Any, NamedTuple
+from threading import RLock
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ecornn.profiler.storages import within_reach
+
+if TYPE_CHECKING:
+    from ecornn.profiler.threads import Makers
 
 _RAW = "_raw_saved_"
 _SEVERAL = frozenset((tuple, list))
@@ -34,6 +39,7 @@ def missing() -> str | None:
         (torch._C._autograd, "_get_sequence_nr"),
         (torch.autograd, _ENTRY),
         (torch._C._autograd.SavedTensor, "data"),
+        (torch._C._FunctionBase, "metadata"),
     ):
         if not hasattr(owner, name):
             return f"torch {torch.__version__} has no {name}"
@@ -45,28 +51,45 @@ class Starts:
 
     Some nodes (those of compiled code) give up what they saved before their first operator runs,
     and autograd has no hook for its own start. So the function through which `Tensor.backward` and
-    `torch.autograd` call the engine is replaced meanwhile.
+    `torch.autograd` call the engine is replaced while anybody wants to be told: once for all, since
+    several threads may begin and end in any order.
     """
+
+    _open: ClassVar[list[Starts]] = []
+    _changing: ClassVar[RLock] = RLock()
+    _engine: ClassVar[Callable[..., Any]]
 
     def __init__(
         self, tell: Callable[[list[Any]], None], ended: Callable[[], None] = lambda: None
     ) -> None:
         """`ended` is called when it has, also if it raised."""
-        engine: Callable[..., Any] = getattr(torch.autograd, _ENTRY)
+        self._tell, self._ended = tell, ended
+        with Starts._changing:
+            if not Starts._open:
+                Starts._engine = getattr(torch.autograd, _ENTRY)
+                setattr(torch.autograd, _ENTRY, Starts._run)
+            Starts._open.append(self)
 
-        def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-            # A root is a tensor, or an edge: a node and the number of its result.
-            tell([getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs])
-            try:
-                return engine(outputs, *args, **kwargs)
-            finally:
-                ended()
+    @staticmethod
+    def _run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        # A root is a tensor, or an edge: a node and the number of its result.
+        roots = [getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs]
+        with ExitStack() as stack:
+            for one in tuple(Starts._open):
+                one._tell(roots)
+                stack.callback(one._end)
+            return Starts._engine(outputs, *args, **kwargs)
 
-        self._engine = engine
-        setattr(torch.autograd, _ENTRY, run)
+    def _end(self) -> None:
+        if self in Starts._open:
+            self._ended()
 
     def close(self) -> None:
-        setattr(torch.autograd, _ENTRY, self._engine)
+        with Starts._changing:
+            if self in Starts._open:
+                Starts._open.remove(self)
+                if not Starts._open:
+                    setattr(torch.autograd, _ENTRY, Starts._engine)
 
 
 class Kind(NamedTuple):
@@ -81,6 +104,8 @@ class Kind(NamedTuple):
 
 
 class Node(NamedTuple):
+    #: Which thread made it; numbers are its own.
+    maker: int
     number: int
     name: str
     node: Any
@@ -96,13 +121,15 @@ class Graph:
     ) -> None:
         """`tell`: of a node and what it keeps; `met`: of every node."""
         self._tell, self._met = tell, met
-        self._visited: set[int] = set()
+        #: In the metadata of each node that was visited: numbers are each thread's own, and nothing
+        #: here may hold on to a node.
+        self._visited = object()
         self._kinds: dict[type, Kind] = {}
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
 
-    def visit(self, roots: Iterable[Any]) -> None:
-        """Everything that `roots` lead to and that was not visited before."""
+    def visit(self, roots: Iterable[Any], maker: int) -> None:
+        """Everything that `roots` lead to, all made by one thread, and that was not visited."""
         waiting, found = [node for node in roots if node is not None], []
         visited, kinds = self._visited, self._kinds
         while waiting:
@@ -110,14 +137,14 @@ class Graph:
             kind = kinds.get(type(node)) or self._learn(node)
             if kind.gathers:
                 continue
-            number = node._sequence_nr()
-            if number not in visited:
-                visited.add(number)
-                found.append((number, node, kind))
+            metadata = node.metadata
+            if visited not in metadata:
+                metadata[visited] = True
+                found.append((node._sequence_nr(), node, kind))
                 waiting += [one for one, _ in node.next_functions if one is not None]
         # In the order of the forward pass.
         for number, node, kind in sorted(found, key=itemgetter(0)):
-            known = Node(number, kind.name or name_of(node), node)
+            known = Node(maker, number, kind.name or name_of(node), node)
             if self._met is not None:
                 self._met(known)
             if kind.saved or kind.has_others:
@@ -139,14 +166,15 @@ class Graph:
         self._kinds[type(node)] = kind
         return kind
 
-    def visited(self, number: int) -> bool:
-        return number in self._visited
+    def visited(self, node: Any) -> bool:
+        return self._visited in node.metadata
 
-    def visit_what_is_alive(self, since: int) -> None:
-        """From every result that a node numbered `since` or later made: where no backward pass has
-        shown the graph's end."""
+    def visit_what_is_alive(self, makers: Makers) -> None:
+        """From every result that a node of the step made: where no backward pass has shown the
+        graph's end."""
         roots = [one.grad_fn for one in tensors_alive() if one.grad_fn is not None]
-        self.visit([node for node in roots if node._sequence_nr() >= since])
+        maker = makers.of_running()
+        self.visit([one for one in roots if makers.of_this_step(maker, one._sequence_nr())], maker)
 
     def _saved(self, node: Any, kind: Kind) -> list[Tensor]:
         found: list[Tensor] = []

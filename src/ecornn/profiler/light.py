@@ -17,10 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ecornn.profiler import history, kept, lives, operators, places, roles, sightings, storages
+from ecornn.profiler import (
+    history,
+    kept,
+    lives,
+    operators,
+    places,
+    roles,
+    sightings,
+    storages,
+    threads,
+)
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
 from ecornn.profiler.history import History, Recording
-from ecornn.profiler.kept import Graph, Node, Starts, name_of, next_number, running_node
+from ecornn.profiler.kept import Graph, Node, Starts, name_of, running_node
 from ecornn.profiler.lives import Lives, Mark, Marks
 from ecornn.profiler.observation import (
     Observation,
@@ -33,6 +43,7 @@ from ecornn.profiler.places import Calls, passed_over_by_compiler
 from ecornn.profiler.recorded import HistoryCounts
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.sightings import Keeper, Sightings
+from ecornn.profiler.threads import Makers
 
 #: Nodes that only look at a gradient in another way: they allocate nothing.
 QUIET = frozenset(
@@ -58,16 +69,17 @@ class LightCollector:
         # States are mostly written in place, and gradients stay: what is seen of them afterwards is
         # what was before. Each look takes as long as an operator of a small model.
         self._roles = Roles(self.sightings, model, optimizers, self._moved, at_every_chance=False)
-        self._calls = Calls(model, self._roles.inputs, self._moved)
+        self._makers = Makers()
+        self._calls = Calls(model, self._makers, self._roles.inputs, self._moved)
         self._starts: Starts | None = None
         #: Of the hooks on nodes; in a list of its own each, since a node may be gone by then.
         self._handles: list[Any] = []
-        self._first_number = next_number()
         #: When the graph was read last.
         self._number = 0
         self._saw_backward = False
-        #: By the number of a node of compiled code, what it keeps; and of how many nobody knows.
-        self._saved_values: dict[int, dict[int, Value]] = {}
+        #: By who made a node of compiled code and its number, what it keeps; and of how many nobody
+        #: knows.
+        self._saved_values: dict[tuple[int, int], dict[int, Value]] = {}
         self._unread = 0
         self._history: History | None = None
 
@@ -85,6 +97,7 @@ class LightCollector:
                 kept,
                 operators,
                 storages,
+                threads,
             )
             if not passed_over_by_compiler(*ours):
                 reason = f"torch {torch.__version__} would compile its hooks"
@@ -101,7 +114,7 @@ class LightCollector:
         try:
             if failed or not self._saw_backward:
                 self._number = self._marks.passed()
-                self.graph.visit_what_is_alive(self._first_number)
+                self.graph.visit_what_is_alive(self._makers)
             self._history = self._recorder.stop()
             self.sightings.end()
             self._roles.close()
@@ -110,8 +123,9 @@ class LightCollector:
 
     def close(self) -> None:
         """Take away every hook, and record nothing more."""
-        if self._starts is not None:
-            self._starts.close()
+        started, self._starts = self._starts, None
+        if started is not None:
+            started.close()
         self._calls.close()
         self._roles.unhook()
         for handle in self._handles:
@@ -119,6 +133,10 @@ class LightCollector:
         self._handles.clear()
         self.sightings.end()
         self._recorder.close()
+        if started is not None:  # autograd has a thread for every device, and each has spoken
+            for device in self.sightings.elsewhere:
+                if device.type == "cuda":
+                    history.hush(self._recorder.say, device)
 
     def observation(self) -> Observation:
         assert self._history is not None
@@ -146,31 +164,35 @@ class LightCollector:
         if running:
             mark = Mark("forward" if node is None else "backward", running[-1])
         elif node is not None:
-            mark = self._mark_of(node._sequence_nr(), name_of(node))
+            mark = self._mark_of(self._makers.of_running(), node._sequence_nr(), name_of(node))
         else:
             mark = Mark("optimizer" if self._roles.stepping else "forward", "")
         self._marks.set(mark)
 
-    def _mark_of(self, number: int, name: str) -> Mark:
+    def _mark_of(self, maker: int, number: int, name: str) -> Mark:
         """Of what a node differentiates."""
-        return Mark("backward", self._calls.at(number), name)
+        return Mark("backward", self._calls.at(maker, number), name)
 
     def _backward_starts(self, roots: list[Any]) -> None:
         self._saw_backward = True
         self._number = self._marks.passed()
-        self.graph.visit(roots)
+        self._makers.pass_starts()
+        self.graph.visit(roots, self._makers.of_running())
         self._marks.set(Mark("backward", ""))
 
     def _backward_ended(self) -> None:
-        with self.sightings.at_once():
-            self._roles.gradients()
+        self._makers.pass_ends()
+        # Not after each pass inside it: every look is at all parameters.
+        if running_node() is None:
+            with self.sightings.at_once():
+                self._roles.gradients()
         self._moved()
 
     def _met(self, found: Node) -> None:
         """Have it say when it runs."""
         if found.name in QUIET:
             return
-        mark, say = self._mark_of(found.number, found.name), self._marks.set
+        mark, say = self._mark_of(found.maker, found.number, found.name), self._marks.set
 
         def hook(_gradients: Any) -> None:
             say(mark)
@@ -179,23 +201,24 @@ class LightCollector:
 
     def _kept(self, found: Node, tensors: list[Tensor]) -> None:
         """`tensors` are kept for the backward pass of a node."""
-        number, name, node = found
-        module = self._calls.at(number)
+        maker, number, name, node = found
+        module = self._calls.at(maker, number)
         operator, values = operator_of(name), {}
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             operator = name.removesuffix("Backward")
             if is_compiled(node):
-                operator, values = COMPILED, self._values_of(node, number, module)
+                operator, values = COMPILED, self._values_of(found, module)
         by = f"{module}: {operator}" if module else operator
-        keeper = Keeper(by, number >= self._first_number, values)
+        keeper = Keeper(by, self._makers.of_this_step(maker, number), values)
         self.sightings.kept(tensors, self._number, keeper)
 
-    def _values_of(self, node: Any, number: int, module: str) -> dict[int, Value]:
-        found = self._saved_values.get(number)
-        if found is None:
-            found = self._saved_values[number] = self._compiled.saved_by(node, module)
-            self._unread += not found
-        return found
+    def _values_of(self, found: Node, module: str) -> dict[int, Value]:
+        key = found.maker, found.number
+        values = self._saved_values.get(key)
+        if values is None:
+            values = self._saved_values[key] = self._compiled.saved_by(found.node, module)
+            self._unread += not values
+        return values
 
 
 @cache

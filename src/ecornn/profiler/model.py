@@ -22,6 +22,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from ecornn.errors import InvalidInput
@@ -50,6 +51,8 @@ KINDS = COUNTED + BEYOND
 PHASES = ("before", "forward", "backward", "optimizer")
 FORMAT = 1
 _MAKE_HELD = "_make_held"
+#: One thread makes them, others that ask meanwhile wait.
+_MAKING = RLock()
 
 
 @dataclass(frozen=True)
@@ -168,12 +171,14 @@ class MemoryReport:
 
     def __getattr__(self, name: str) -> Any:
         """Called for what is not there."""
-        make = self.__dict__.get(_MAKE_HELD) if name == "held" else None
-        if make is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        held = self.__dict__["held"] = make()
-        del self.__dict__[_MAKE_HELD]
-        return held
+        if name == "held":
+            with _MAKING:
+                if _MAKE_HELD in self.__dict__:
+                    self.__dict__["held"] = self.__dict__[_MAKE_HELD]()
+                    del self.__dict__[_MAKE_HELD]
+            if "held" in self.__dict__:  # by this thread or by another
+                return self.__dict__["held"]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self)}

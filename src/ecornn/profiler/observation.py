@@ -94,6 +94,11 @@ def packed_notes(packed: int) -> list[str]:
     return [note] if packed else []
 
 
+def driver_notes(driver: int | None) -> tuple[str, ...]:
+    note = "the device no longer answers: what only its driver sees is missing"
+    return (note,) if driver is None else ()
+
+
 def no_history_notes(reason: str | None) -> list[str]:
     note = f"every operator was observed in Python, not the allocator's own history: {reason}"
     return [] if reason is None else [note]

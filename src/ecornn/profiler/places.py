@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ecornn.profiler.kept import next_number
+from ecornn.profiler.threads import Makers
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 #: Layers of this package are passed over as those of torch.nn are; its models and recipes not.
@@ -125,16 +127,18 @@ class Calls:
     def __init__(
         self,
         model: nn.Module,
+        makers: Makers,
         entered: Callable[[Iterable[Any]], None],
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         """`entered` is told what a module is called with while no other one is running; `moved`
         that another one is the innermost."""
-        self._entered, self._moved = entered, moved
+        self._makers, self._entered, self._moved = makers, entered, moved
         #: Read by the collector at every operator.
         self.running: list[str] = []
-        #: Whenever that changes: the number of the next node of autograd's, and the innermost path.
-        self._numbers, self._paths = [0], [""]
+        #: By thread, whenever that changes: the number of the next node of autograd's, and the
+        #: innermost path.
+        self._changes: dict[int, tuple[list[int], list[str]]] = defaultdict(lambda: ([0], [""]))
         self._handles: list[Any] = []
         for path, module in model.named_modules():
             self._watch(module, path)
@@ -161,21 +165,24 @@ class Calls:
 
     def _enter(self, path: str) -> None:
         self.running.append(path)
-        self._numbers.append(next_number())
-        self._paths.append(path)
-        self._moved()
+        self._changed(path)
 
     def _leave(self, path: str) -> None:
         # Above it may lie calls that were left by an exception inside a hook.
         while self.running and self.running.pop() != path:
             pass
-        self._numbers.append(next_number())
-        self._paths.append(self.running[-1] if self.running else "")
+        self._changed(self.running[-1] if self.running else "")
+
+    def _changed(self, path: str) -> None:
+        numbers, paths = self._changes[self._makers.makes()]
+        numbers.append(next_number())
+        paths.append(path)
         self._moved()
 
-    def at(self, number: int) -> str:
-        """The path of the module in whose call the node with this number was made."""
-        return self._paths[bisect_right(self._numbers, number) - 1]
+    def at(self, maker: int, number: int) -> str:
+        """The path of the module in whose call a thread made its node with this number."""
+        numbers, paths = self._changes[maker]
+        return paths[bisect_right(numbers, number) - 1]
 
     def _resumed(self, path: str, inner: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """`inner`, each of its pieces run as part of the module."""

@@ -12,14 +12,16 @@ import numpy as np
 
 from ecornn.profiler.history import History
 from ecornn.profiler.model import Row
-from ecornn.profiler.observation import Beside, Bytes
+from ecornn.profiler.observation import Beside, Bytes, driver_notes
 
 #: Of the peak: what the events and the allocator's own count may differ by without a word.
 APART = 0.01
 
 
 class HistoryCounts:
-    def __init__(self, history: History, reserved: Callable[[int], int], driver: int) -> None:
+    def __init__(
+        self, history: History, reserved: Callable[[int], int], driver: int | None
+    ) -> None:
         """`reserved`: at a time."""
         self._history, self._reserved, self._driver = history, reserved, driver
 
@@ -32,7 +34,7 @@ class HistoryCounts:
         rows = [
             Row("", "rounding", int(rounding[time]), 0),
             Row("", "reserved, unused", max(0, self._reserved(time) - peak), 0),
-            Row("", "driver", self._driver, 0),
+            Row("", "driver", self._driver or 0, 0),
         ]
         told = [row for row in rows if row.bytes]
         counted = int(blocks[time]) + self._unsplit_before(blocks)
@@ -43,6 +45,7 @@ class HistoryCounts:
 
     def _notes(self, counted: int) -> Iterator[str]:
         peak = self._history.peak
+        yield from driver_notes(self._driver)
         if self._history.cut_off:
             yield (
                 "the allocator did more than is kept of its history: what happened first is"

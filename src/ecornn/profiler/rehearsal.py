@@ -20,6 +20,7 @@ from ecornn.profiler.alignment import Key, aligned, key_of
 from ecornn.profiler.blocks import STEPS, Blocks, OutOfBlocks
 from ecornn.profiler.history import Recording
 from ecornn.profiler.light import LightCollector
+from ecornn.profiler.session import run_to_end
 from ecornn.profiler.steps import Made
 
 BEFORE: Key = ("", "", "before")
@@ -57,7 +58,7 @@ def rehearse(
         try:
             collector.start()
             for _ in range(STEPS):
-                made.step()
+                run_to_end(made.step)
             collector.stop(failed=False)
         finally:
             collector.close()

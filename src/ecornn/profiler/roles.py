@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -65,7 +66,8 @@ class Roles:
         yield from found.values()
 
     def _watch(self, parameter: Tensor) -> None:
-        if parameter.requires_grad and parameter.is_leaf:
+        # One without memory yet takes no hook: its gradient is seen when the step ends.
+        if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
             hook: Callable[[Tensor], None] = self._gradient
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 

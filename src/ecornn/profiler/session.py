@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import GeneratorType, TracebackType
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ecornn.errors import EcornnError, InvalidInput
@@ -26,7 +28,8 @@ DEVICES = ("cpu", "cuda", "meta")
 class Profile:
     """Observes what runs inside `with`; `report` is there afterwards, also if that raised.
 
-    What was raised goes on unchanged, with the report as its attribute `memory_report`.
+    What was raised goes on unchanged, with the report as its attribute `memory_report` if it takes
+    attributes.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Profile:
         self._what_if, self._operators = what_if, operators or what_if
         self._collector: Collector | LightCollector | None = None
         self._report: MemoryReport | None = None
+        self._used = False
 
     @property
     def report(self) -> MemoryReport:
@@ -51,9 +55,10 @@ class Profile:
         return self._report
 
     def __enter__(self) -> Profile:
-        if self._collector is not None:
+        if self._used:
             raise NotObserved("this profile has been used; make another one with profile(…)")
         self._collector = self._make_collector()
+        self._used = True
         try:
             self._collector.start()
         except BaseException:
@@ -84,22 +89,30 @@ class Profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._collector is not None
-        self._collector.stop(failed=error is not None)
-        self._report = assemble(self._collector.observation(), error)
+        collector = self._collector
+        assert collector is not None
+        # The report is all that stays: neither the model nor what was recorded.
+        self._collector = None
+        del self._model, self._optimizers
+        collector.stop(failed=error is not None)
+        self._report = assemble(collector.observation(), error)
         if error is not None:
-            error.memory_report = self._report  # type: ignore[attr-defined]
+            with suppress(AttributeError):  # of exceptions that take none
+                error.memory_report = self._report  # type: ignore[attr-defined]
 
     def of(self, step: Callable[[], Any]) -> MemoryReport:
         """One call of `step`, observed."""
         with self:
-            result = step()
-            if isinstance(result, GeneratorType):
-                for _ in result:
-                    pass
-            # The loss is the step's, and given up with it.
-            del result
+            run_to_end(step)
         return self.report
+
+
+def run_to_end(step: Callable[[], Any]) -> None:
+    """All of it, if it is a generator. The loss is the step's, and given up with it."""
+    result = step()
+    if isinstance(result, GeneratorType):
+        for _ in result:
+            pass
 
 
 class NotObserved(EcornnError, RuntimeError):
@@ -182,9 +195,14 @@ def device_of(model: nn.Module) -> torch.device:
     """The one that holds most of the model."""
     found: dict[torch.device, int] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        found[tensor.device] = found.get(tensor.device, 0) + max(tensor.nbytes, 1)
+        found[tensor.device] = found.get(tensor.device, 0) + _bytes_of(tensor)
     device = max(found, key=lambda one: found[one]) if found else torch.get_default_device()
     if device.type not in DEVICES:
         remedy = "move the model"
         raise InvalidInput("model", f"weights on {device}", f"one of {', '.join(DEVICES)}", remedy)
     return device
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """At least 1. That is also for those that get their memory when the model is first called."""
+    return 1 if is_lazy(tensor) else max(tensor.nbytes, 1)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ecornn.errors import InvalidInput
 from ecornn.profiler.model import MemoryReport
-from ecornn.profiler.session import Profile, check, read_optimizers
+from ecornn.profiler.session import Profile, check, read_optimizers, run_to_end
 
 _EXPECTED = "(step, model), (step, model, optimizer), or a callable with `model` and `optimizer`"
 
@@ -28,7 +28,7 @@ class Made:
         compared operator by operator."""
         check(self.step, self.model)
         for _ in range(warm_up):
-            self.step()
+            run_to_end(self.step)
         return Profile(self.model, self.optimizers, every=1).of(self.step)
 
 

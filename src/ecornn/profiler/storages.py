@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 _COMPRESSED = {
@@ -48,6 +49,8 @@ def within_reach(tensor: Tensor) -> bool:
 
 
 def _inner(tensor: Tensor) -> Iterator[Tensor]:
+    if is_lazy(tensor):
+        return  # it has no storage until the model is first called
     if hasattr(tensor, "__tensor_flatten__"):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for one in inner:

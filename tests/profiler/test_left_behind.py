@@ -1,0 +1,79 @@
+"""What stays of a profile that has ended: its report alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Event
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _python_dispatch
+
+from ecornn.profiler import MemoryReport, profile
+from ecornn.profiler.history import History
+from support.hooks import is_untouched
+from support.recorded_steps import recorded
+
+
+def histories() -> int:
+    gc.collect()
+    return sum(type(one) is History for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_neither_the_model_nor_the_history_stays(
+    history: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the storages are asked for."""
+    before = histories()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    optimizer = torch.optim.Adam(model.parameters())
+    with recorded(monkeypatch) if history else nullcontext():
+        observed = profile(model=model, optimizer=optimizer)
+        with observed:
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    gone = [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer
+    assert histories() == before
+    assert [one() for one in gone] == [None, None]
+    assert any(held.kind == "feature maps" for held in observed.report.held)
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_profiles_may_end_in_the_order_they_began(
+    history: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two threads: each is told of passes while it is there, and the engine is as before."""
+    # torch's own flags for modes are not each thread's: such an order leaves them set.
+    for name, value in list(vars(_python_dispatch).items()):
+        if isinstance(value, bool):
+            monkeypatch.setattr(_python_dispatch, name, value)
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    began, ended = (Event(), Event()), Event()
+
+    def first() -> MemoryReport:
+        with profile(model=models[0]) as observed:
+            began[0].set()
+            assert began[1].wait(60)
+            models[0](torch.randn(2, 4)).exp().sum().backward()
+        ended.set()
+        return observed.report
+
+    def second() -> MemoryReport:
+        assert began[0].wait(60)
+        with profile(model=models[1]) as observed:
+            began[1].set()
+            assert ended.wait(60)
+            models[1](torch.randn(2, 4)).exp().sum().backward()
+        return observed.report
+
+    with recorded(monkeypatch) if history else nullcontext(), ThreadPoolExecutor(2) as pool:
+        reports = [one.result() for one in (pool.submit(first), pool.submit(second))]
+    for model, report in zip(models, reports, strict=True):
+        assert is_untouched(model)
+        assert any("exp" in by for held in report.held for by in held.kept_by)
