@@ -280,7 +280,7 @@ FEW_STEPS = 8
 
 
 #: Gates of a layer and direction that take no more than this are kept where the choice is free:
-#: computing them anew made a training step a third longer and more (keep=states beside keep=gates in
+#: computing them anew made a training step over a third longer (keep=states beside keep=gates in
 #: benchmarks/results/rnn-h200.json), and a GPU has hundreds of times as much.
 FEW_BYTES = 256 << 20
 
