@@ -15,8 +15,13 @@ constexpr int BLOCK_ROWS = ROW_WARPS * ROW_TILES * 16;
 constexpr int SEQUENCES = BATCH_TILES * 8;
 constexpr int WARPS = ROW_WARPS * K_WARPS;
 constexpr int THREADS = WARPS * 32;
-// chains of dependent products: with few row tiles one chain would wait for its own results
-constexpr int CHAINS = ROW_TILES >= 4 ? 1 : !GRID && ROW_TILES == 1 && CHUNKS > 1 ? 4 : 2;
+// Batch tiles that are multiplied ABREAST: weights in shared memory are read once for all of them.
+static_assert(BATCH_TILES % ABREAST == 0, "batch tiles would be left over");
+static_assert(!GRID || AT_ONCE % ABREAST == 0, "what is multiplied together must arrive together");
+// chains of dependent products: with few tiles one chain would wait for its own results
+constexpr int CHAINS = ROW_TILES * ABREAST >= 4                          ? 1
+                       : !GRID && ROW_TILES * ABREAST == 1 && CHUNKS > 1 ? 4
+                                                                         : 2;
 static_assert(UNITS % 8 == 0, "vectors would be split between blocks");
 
 constexpr bool DIRECT = !GRID && K_WARPS == 1;

@@ -178,16 +178,17 @@ struct Multiplier : Memory {
     return given_up;
   }
 
+  // Of the batch tiles that are multiplied abreast.
   struct Sums {
-    float of[ROW_TILES][CHAINS][4];
+    float of[ABREAST][ROW_TILES][CHAINS][4];
     __device__ __forceinline__ void clear() {
 #pragma unroll
-      for (int i = 0; i < ROW_TILES * CHAINS * 4; ++i) (&of[0][0][0])[i] = 0.0f;
+      for (int i = 0; i < ABREAST * ROW_TILES * CHAINS * 4; ++i) (&of[0][0][0][0])[i] = 0.0f;
     }
   };
 
-  // One chunk of v against all row tiles.
-  __device__ __forceinline__ void add(Sums& sums, int c, uint4 v) const {
+  // One chunk of v, of each of them, against all row tiles.
+  __device__ __forceinline__ void add(Sums& sums, int c, const uint4 (&v)[ABREAST]) const {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
       u32 a[2][4];
@@ -202,20 +203,27 @@ struct Multiplier : Memory {
         a[1][0] = y.x, a[1][1] = y.y, a[1][2] = y.z, a[1][3] = y.w;
       }
       const int chain = CHAINS == 4 ? c % 2 * 2 : 0;
-      accumulate(sums.of[m][chain], sums.of[m][CHAINS == 1 ? 0 : chain + 1], a, v);
+#pragma unroll
+      for (int n = 0; n < ABREAST; ++n)
+        accumulate(sums.of[n][m][chain], sums.of[n][m][CHAINS == 1 ? 0 : chain + 1], a, v[n]);
     }
   }
 
-  // The sums over this warp's part of the inner dimension, for batch tile n.
-  __device__ __forceinline__ void leave(const Sums& sums, float* partial, int n) {
+  // The sums over this warp's part of the inner dimension, for the batch tiles from n0 on.
+  __device__ __forceinline__ void leave(const Sums& sums, float* partial, int n0) {
+#pragma unroll
+    for (int n = 0; n < ABREAST; ++n) leave(sums.of[n], partial, n0 + n);
+  }
+  __device__ __forceinline__ void leave(const float (&sums)[ROW_TILES][CHAINS][4], float* partial,
+                                        int n) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
       float total[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        total[i] = sums.of[m][0][i];
+        total[i] = sums[m][0][i];
 #pragma unroll
-        for (int chain = 1; chain < CHAINS; ++chain) total[i] += sums.of[m][chain][i];
+        for (int chain = 1; chain < CHAINS; ++chain) total[i] += sums[m][chain][i];
       }
       if (DIRECT) {
         deal(finished[n][m], total);
@@ -248,33 +256,45 @@ struct Multiplier : Memory {
   template <class Fetch>
   __device__ __forceinline__ void multiply(float* partial, Fetch fetch) {
 #pragma unroll
-    for (int n = 0; n < BATCH_TILES; ++n) {
-      if (n * 8 >= sequences) break;
+    for (int n0 = 0; n0 < BATCH_TILES; n0 += ABREAST) {
+      if (n0 * 8 >= sequences) break;
       Sums sums;
       sums.clear();
 #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) add(sums, c, fetch(c, n));
-      leave(sums, partial, n);
+      for (int c = 0; c < CHUNKS; ++c) {
+        uint4 v[ABREAST];
+#pragma unroll
+        for (int n = 0; n < ABREAST; ++n) v[n] = fetch(c, n0 + n);
+        add(sums, c, v);
+      }
+      leave(sums, partial, n0);
     }
   }
 
   // v through L2, as it arrives: AT_ONCE vectors are loaded together, the next ones while these are
-  // multiplied. Vector f is chunk f % CHUNKS of batch tile f / CHUNKS.
+  // multiplied. Vector f is chunk chunk_of(f) of batch tile tile_of(f).
   static constexpr int VECTORS = CHUNKS * BATCH_TILES;
   static constexpr int PIECES = (VECTORS + AT_ONCE - 1) / AT_ONCE;
+  __device__ __forceinline__ static constexpr int chunk_of(int f) { return f / ABREAST % CHUNKS; }
+  __device__ __forceinline__ static constexpr int tile_of(int f) {
+    return f / (CHUNKS * ABREAST) * ABREAST + f % ABREAST;
+  }
 
   // Where the lane's part of vector f lies. Of a sequence that is not there, the last one's: nobody
   // reads the sums of that column. Beyond the inner dimension's end, its last part: see `await`.
   __device__ __forceinline__ const Element* place_of(Published from, int f) const {
-    const int s = min(f / CHUNKS * 8 + g, sequences - 1), c = f % CHUNKS;
-    const u32 row = u32(s * from.stride + k_of(0));
-    return from.rows + row + (RAGGED ? min(c * CHUNK, INNER * padded - VEC - k_of(0)) : c * CHUNK);
+    const int c = chunk_of(f);
+    return row_of(from, tile_of(f)) +
+           (RAGGED ? min(c * CHUNK, INNER * padded - VEC - k_of(0)) : c * CHUNK);
+  }
+  __device__ __forceinline__ const Element* row_of(Published from, int tile) const {
+    return from.rows + u32(min(tile * 8 + g, sequences - 1) * from.stride + k_of(0));
   }
   // A piece's vectors, whether they have arrived or not. No load is predicated: the compiler may
   // load into other registers and choose between those and zero, and then each load is waited for
   // before the next.
   __device__ __forceinline__ void request(uint4 (&v)[AT_ONCE], Published from, int piece) const {
-    const Element* row = nullptr;
+    const Element* rows[ABREAST];
 #pragma unroll
     for (int j = 0; j < AT_ONCE; ++j) {
       const int f = piece * AT_ONCE + j;
@@ -284,11 +304,12 @@ struct Multiplier : Memory {
         v[j] = load_relaxed(place_of(from, f));
         continue;
       }
-      if (j == 0 || f % CHUNKS == 0) {
-        row = place_of(from, f / CHUNKS * CHUNKS);
+      const Element*& row = rows[f % ABREAST];
+      if (j < ABREAST || chunk_of(f) == 0) {
+        row = row_of(from, tile_of(f));
         asm("" : "+l"(row));  // otherwise each load would reckon an address of its own
       }
-      v[j] = load_relaxed(row + f % CHUNKS * CHUNK);
+      v[j] = load_relaxed(row + chunk_of(f) * CHUNK);
     }
   }
   __device__ __forceinline__ static bool arrived(const uint4 (&v)[AT_ONCE]) {
@@ -310,7 +331,7 @@ struct Multiplier : Memory {
     // the weights are zeros there, but zero times infinity is not
 #pragma unroll
     for (int j = 0; j < AT_ONCE; ++j)
-      if (k_of((piece * AT_ONCE + j) % CHUNKS) >= INNER * padded) v[j] = make_uint4(0, 0, 0, 0);
+      if (k_of(chunk_of(piece * AT_ONCE + j)) >= INNER * padded) v[j] = make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void multiply_published(float* partial, Published from) {
     uint4 v[2][AT_ONCE];
@@ -328,12 +349,15 @@ struct Multiplier : Memory {
       if (piece + 1 < PIECES) request(v[(piece + 1) & 1], from, piece + 1);
       await(v[piece & 1], from, piece);
 #pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) {
-        const int f = piece * AT_ONCE + j, c = f % CHUNKS, n = f / CHUNKS;
-        if (f >= VECTORS || n * 8 >= sequences) break;
+      for (int j = 0; j < AT_ONCE; j += ABREAST) {
+        const int f = piece * AT_ONCE + j, c = chunk_of(f), n0 = tile_of(f);
+        if (f >= VECTORS || n0 * 8 >= sequences) break;
         if (c == 0) sums.clear();
-        add(sums, c, v[piece & 1][j]);
-        if (c == CHUNKS - 1) leave(sums, partial, n);
+        uint4 each[ABREAST];
+#pragma unroll
+        for (int n = 0; n < ABREAST; ++n) each[n] = v[piece & 1][j + n];
+        add(sums, c, each);
+        if (c == CHUNKS - 1) leave(sums, partial, n0);
       }
     }
   }

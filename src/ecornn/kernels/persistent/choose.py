@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,18 @@ TUNED = Path(__file__).with_name("tuned.json")
 def ranked(ask: Request, chip: Chip) -> list[Geometry]:
     """Every way to serve a request, best first; empty where nothing fits."""
     found = sorted(candidates(ask, chip), key=lambda g: estimate(g, ask.hidden))
-    if (known := measured(ask)) is not None and known in found:
-        found.remove(known)
-        found.insert(0, known)
+    if (known := measured(ask)) is not None and _serves(known, chip):
+        found = [known, *(g for g in found if g != known)]
     return found
+
+
+def _serves(geometry: Geometry, chip: Chip) -> bool:
+    """Whether a chip has room for it. What was measured did not spill, whatever the estimate of
+    registers says."""
+    tile = geometry.tile
+    clusters = dict(((1, chip.multiprocessors), *chip.clusters)).get(tile.cluster, 0)
+    needed = geometry.all_blocks if tile.grid else tile.cluster
+    return tile.shared_bytes <= chip.shared_bytes and clusters * tile.cluster >= needed
 
 
 def measured(ask: Request) -> Geometry | None:
@@ -181,13 +190,17 @@ def _tiles(
                 continue
             row_tiles, k_chunks = -(-tiles // row_warps), -(-own_chunks // k_warps)
             batch_tiles = -(-group_batch // TILE_SEQUENCES)
-            for at_once in _at_once(k_chunks * batch_tiles) if grid else (1,):
+            together = _at_once(k_chunks * batch_tiles) if grid else (1,)
+            for at_once, abreast in product(together, (1, 2, 4)):
+                if batch_tiles % abreast or (grid and at_once % abreast):
+                    continue
                 fitting = []
                 for register_tiles in range(row_tiles, 0, -1):
                     tile = Tile(
                         *(ask.kernel, ask.cell, ask.numbers, units, row_warps, k_warps),
                         *(row_tiles, register_tiles, k_chunks, batch_tiles, grid, cluster),
                         at_once=at_once,
+                        abreast=abreast,
                         features=ask.features,
                     ).serving(ask.hidden)
                     if registers(tile) <= min(255, 65536 // tile.threads):

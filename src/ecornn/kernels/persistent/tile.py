@@ -43,6 +43,8 @@ class Tile:
     cluster: int = 1
     partial_buffers: int = 2
     at_once: int = 8
+    #: Batch tiles that are multiplied by weights which are read once.
+    abreast: int = 1
     features: bool = False
     #: Whether blocks that exchange through L2 have more of the inner dimension than there is.
     ragged: bool = False
@@ -124,11 +126,12 @@ class Tile:
 
     @property
     def sums(self) -> int:
-        """Registers of a thread for the sums of one batch tile, with those of chains apart."""
-        chains = 1 if self.row_tiles >= 4 else 2
-        if not self.grid and self.row_tiles == 1 and self.chunks > 1:
+        """Registers of a thread for the sums it makes at once, with those of chains apart."""
+        tiles = self.row_tiles * self.abreast
+        chains = 1 if tiles >= 4 else 2
+        if not self.grid and tiles == 1 and self.chunks > 1:
             chains = 4
-        return self.row_tiles * chains * 4
+        return tiles * chains * 4
 
     def serving(self, hidden: int) -> Tile:
         """The same for layers of so many units."""
@@ -152,6 +155,7 @@ class Tile:
             "CLUSTER": self.cluster,
             "PARTIAL_BUFFERS": self.partial_buffers,
             "AT_ONCE": self.at_once,
+            "ABREAST": self.abreast,
             "FEATURES": int(self.features),
             "RAGGED": int(self.ragged),
             "SHARED_BYTES": self.shared_bytes,
