@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import ecornn
+from ecornn.bench.models.step import make_step
 from ecornn.bench.training import worker
 from ecornn.bench.training.build import NotMeasurable
 from ecornn.bench.training.cases import ModelCase, make_case
@@ -57,6 +59,13 @@ def test_echo_is_compared_too_and_foretells_its_peak() -> None:
     predicted = found.metrics["predicted_peak_bytes"]
     assert predicted == predicted_peak(found.step)
     assert float(predicted) == pytest.approx(peak_bytes(found.step), rel=0.05)
+
+
+def test_a_peak_that_is_not_foretold_says_why() -> None:
+    step = make_step("gpt2", size="tiny", device="cpu")
+    assert predicted_peak(step) == "not a model of Echo's"
+    step.run = ecornn.compile(step.model, codegen="eager")
+    assert predicted_peak(step) == "no graph was compiled"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "nmt-50"])
