@@ -120,7 +120,7 @@ def test_running_out_of_memory_is_known_inside_other_errors() -> None:
 class TestServing:
     def serve(self, monkeypatch: pytest.MonkeyPatch, contender: str) -> list[dict[str, Any]]:
         request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
-        request |= {"effort": "quick", "threads": 1, "began": 0.0}
+        request |= {"effort": "quick", "compilers": 1, "began": 0.0}
         said: list[dict[str, Any]] = []
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps("measure") + "\n"))
         worker.serve(request, said.append)
@@ -144,7 +144,7 @@ class TestServing:
         said: list[dict[str, Any]] = []
         request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
         with pytest.raises(IndexError):
-            worker.serve(request | {"effort": "quick", "threads": 1, "began": 0.0}, said.append)
+            worker.serve(request | {"effort": "quick", "compilers": 1, "began": 0.0}, said.append)
         assert said == [{"metrics": {why: "IndexError: off by one"}}]
 
     def test_what_cannot_be_measured_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:

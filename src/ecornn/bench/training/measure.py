@@ -175,7 +175,8 @@ class Measurement:
         self.metrics |= {"largest_batch": found.batch, "tries": found.tries}
         self.metrics |= {} if found.refused is None else {"refused_batch": found.refused}
         self.metrics["search_s"] = time.perf_counter() - began
-        self._attempt(found.batch)
+        if self.step is None or self.step.samples != found.batch:  # another was tried last
+            self._attempt(found.batch)
 
     def _attempt(self, batch: int) -> int | None:
         self.step = self.run = None
