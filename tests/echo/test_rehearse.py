@@ -18,7 +18,7 @@ from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.training.measure import predicted_peak
 from ecornn.bench.training.memory import allocated_peak, held_bytes, peak_bytes
 from ecornn.echo import cudnn, fakes
-from ecornn.echo.cudnn import SHORT, Room, at_length, room_of_cudnn
+from ecornn.echo.cudnn import SHORT, Asked, Room, at_length, room_of_cudnn
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean import cross_entropy, layers
 from ecornn.echo.rehearse import Counted
@@ -248,36 +248,93 @@ def test_a_part_that_was_compiled_for_something_else_is_told() -> None:
     assert "was not compiled for what it is called with" in str(explained.not_predicted)
 
 
-def layer_call(*, steps: int, batch: int, hidden: int) -> tuple[Any, ...]:
-    """The arguments of cuDNN's operator for an LSTM, on fake tensors of a GPU."""
-    shapes = [(4 * hidden, hidden), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)]
-    given = torch.empty(steps, batch, hidden, device="cuda")
-    weights = [torch.empty(shape, device="cuda") for shape in shapes]
-    state = torch.empty(1, batch, hidden, device="cuda")
-    buffer = torch.empty(sum(weight.numel() for weight in weights), device="cuda")
-    options = (2, hidden, 0, 1, False, 0.0, True, False, [], None)
-    return given, weights, 4, buffer, state, state.clone(), *options
+def layer_call(*, gates: int = 4, flat: bool = True, asked: bool = False) -> tuple[Any, ...]:
+    """The arguments of cuDNN's operator for an LSTM, or a GRU (three gates), on fake
+    tensors: 8 steps, 16 samples, 32 units."""
+    rows, hidden = gates * 32, 32
+    shapes = [(rows, hidden), (rows, hidden), (rows,), (rows,)]
+    sizes = [rows * hidden, rows * hidden, rows, rows]
+    given = torch.empty(8, 16, hidden)
+    parts = torch.empty(sum(sizes)).split(sizes)
+    weights = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    if not flat:
+        weights = [weight.clone() for weight in weights]
+    weights = [weight.detach().requires_grad_(asked) for weight in weights]
+    state = torch.empty(1, 16, hidden)
+    mode, cells = (2, state.clone()) if gates == 4 else (3, None)
+    options = (mode, hidden, 0, 1, False, 0.0, True, False, [], None)
+    return given, weights, 4, None, state, cells, *options
 
 
-def test_cudnn_s_reserve_and_workspaces_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("gates", [4, 3])
+def test_cudnn_s_reserve_and_workspaces_are_counted(
+    gates: int, flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own autograd, which keeps the weights' copy where they do not lie together."""
     monkeypatch.setattr(fakes, "room_of_cudnn", lambda *_: Room(10_240, 512_000, 1_024_000))
-    mode = Counted("cuda")
+    mode = Counted("cpu")
     with mode:
-        call = layer_call(steps=8, batch=16, hidden=32)
+        call = layer_call(gates=gates, flat=flat, asked=True)
+        weights = sum(weight.nbytes for weight in call[1])
         before = mode.ledger.now
-        output, hy, cy, reserve, _ = torch.ops.aten._cudnn_rnn(*call)
-        made = output.nbytes + hy.nbytes + cy.nbytes + 10_240
-        assert mode.ledger.now - before == made
+        output, hy, cy, *_ = torch.ops.aten._cudnn_rnn(*call)
+        made = output.nbytes + hy.nbytes + cy.nbytes
+        assert mode.ledger.now - before == made + 10_240 + (0 if flat else weights)
         assert mode.ledger.most == mode.ledger.now + 512_000
         arriving = torch.empty_like(output)
         before = mode.ledger.now
-        gradients = torch.ops.aten._cudnn_rnn_backward(
-            *(*call[:6], output, arriving, None, None, *call[6:], reserve, [True] * 4)
-        )
-        weights = sum(weight.nbytes for weight in call[1])
-        assert [g.shape for g in gradients[3]] == [w.shape for w in call[1]]
-        assert mode.ledger.now - before == output.nbytes + hy.nbytes + cy.nbytes + weights
-        assert mode.ledger.most == mode.ledger.now + 1_024_000
+        output.backward(arriving)
+        assert mode.ledger.most == before + made + weights + 1_024_000
+        assert [w.grad.shape for w in call[1]] == [w.shape for w in call[1]]
+
+
+class PretendedCudnn:
+    """Takes what cuDNN's operators take in three calls, and refuses what they refuse."""
+
+    def __init__(self) -> None:
+        self.handed_out = 0
+
+    def take(self, *shape: int) -> Tensor:
+        made = torch.zeros(shape)
+        self.handed_out += -(-made.nbytes // 512) * 512
+        return made
+
+    def _cudnn_rnn_flatten_weight(self, weights: list[Tensor], *_: Any) -> Tensor:
+        return self.take(sum(weight.numel() for weight in weights))
+
+    def _cudnn_rnn(self, given: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        hx, cx, batch_first = *rest[3:5], rest[9]
+        steps, batch = (given.shape[1 if batch_first else 0], given.shape[0 if batch_first else 1])
+        self.take(steps, 1000)  # a workspace
+        output = self.take(*given.shape[:2], hx.shape[0] * hx.shape[2])
+        cells = self.take(0) if cx is None else self.take(*cx.shape)
+        return output, self.take(*hx.shape), cells, self.take(steps, batch, 300), rest[2]
+
+    def _cudnn_rnn_backward(self, given: Tensor, *rest: Any) -> tuple[Any, ...]:
+        buffer, hx, cx, wanted = *rest[2:5], rest[20]
+        assert cx is not None or not wanted[2], "illegally required grad of cx for non-LSTM RNN"
+        of_states = self.take(*hx.shape), None if cx is None else self.take(*cx.shape)
+        for _ in range(2):
+            self.take(given.shape[0] * given.shape[1], 500)  # workspaces
+        return self.take(*given.shape), *of_states, [self.take(*buffer.shape)]
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("gates", [4, 3])
+def test_what_cudnn_takes_is_told_from_what_it_makes(
+    gates: int, batch_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended = PretendedCudnn()
+    monkeypatch.setattr(cudnn, "aten", pretended)
+    monkeypatch.setattr(cudnn, "handed_out", lambda _: pretended.handed_out)
+    weights = ((gates * 32, 32), (gates * 32, 32), (gates * 32,), (gates * 32,)) * 2
+    states = (2, 16, 32)
+    options = (2 if gates == 4 else 3, 32, 0, 1, batch_first, 0.0, True, True)
+    cells = states if gates == 4 else None
+    asked = Asked(16, 32, weights, 4, states, cells, options, torch.float32, torch.device("cpu"))
+    room = cudnn.measured(asked, 6)
+    assert room == Room(6 * 16 * 300 * 4, -(-6 * 1000 * 4 // 512) * 512, 6 * 16 * 500 * 4)
 
 
 def test_what_cudnn_takes_at_a_length_follows_from_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +342,8 @@ def test_what_cudnn_takes_at_a_length_follows_from_two(monkeypatch: pytest.Monke
     assert at_length(short, longer, SHORT[1]) == longer
     assert at_length(short, longer, 50) == Room(1_000 + 48 * 300, 50 + 48 * 10, 4_800)
     monkeypatch.setattr(cudnn, "_KNOWN", {})
-    with Counted("cuda"):
-        call = layer_call(steps=8, batch=16, hidden=32)
+    with Counted("cpu"):
+        call = layer_call()
         if not torch.cuda.is_available():
             with pytest.raises(NotUnderstood, match="none is here"):
                 room_of_cudnn(*call)

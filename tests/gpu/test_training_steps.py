@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ecornn.bench.runners import tf32_where_it_is_faster
 from ecornn.bench.training.build import NotMeasurable, configured
 from ecornn.bench.training.cases import NAMED, ModelCase, make_case
 from ecornn.bench.training.contenders import CHECKPOINT, EAGER, ECHO, ECHO_MIN, replayed
 from ecornn.bench.training.measure import EFFORTS, Measurement
+from ecornn.echo.rehearse import ModelCall, rehearsed
 
 CUDA = torch.device("cuda")
 
@@ -88,7 +90,10 @@ def test_the_peak_of_a_divided_model_is_foretold(name: str, contender: object) -
     assert predicted == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU])
+LAYERS = [torch.nn.LSTM, torch.nn.GRU]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 def test_what_cudnn_reserves_grows_by_the_step(layer: type[torch.nn.RNNBase]) -> None:
     """Measured at two short lengths, and compared with what a long one takes."""
     from ecornn.echo.cudnn import handed_out, room_of_cudnn
@@ -101,11 +106,46 @@ def test_what_cudnn_reserves_grows_by_the_step(layer: type[torch.nn.RNNBase]) ->
     mode, cells = (2, state.clone()) if lstm else (3, None)
     options = (mode, hidden, 0, 1, False, 0.0, True, False, [], None)
     weights = [weight.detach() for weight in made.parameters()]
-    room = room_of_cudnn(given, weights, 4, None, state, cells, *options)
+    together = torch.empty(0, device=CUDA).set_(weights[0].untyped_storage())
+    room = room_of_cudnn(given, weights, 4, together, state, cells, *options)
     before = handed_out(torch.device("cuda", 0))
     output, *_, reserve, _ = torch.ops.aten._cudnn_rnn(
-        given, weights, 4, weights[0]._base, state, cells, *options
+        given, weights, 4, together, state, cells, *options
     )
     taken = handed_out(torch.device("cuda", 0)) - before
     assert reserve.nbytes == pytest.approx(room.reserve, rel=0.02)
     assert taken - output.nbytes - reserve.nbytes == pytest.approx(room.forward, rel=0.1, abs=2e6)
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "scattered"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_both_passes_of_a_layer_are_foretold(
+    layer: type[torch.nn.RNNBase], flat: bool, cast: bool
+) -> None:
+    """Weights that do not lie in one memory are copied at every call, and the copy is kept; under
+    autocast they are cast as well."""
+    made = layer(512, 512, bidirectional=True, batch_first=not flat).cuda()
+    if not flat:
+        for weight in made.parameters():
+            weight.data = weight.data.clone()
+    given = torch.randn(60, 60, 512, device=CUDA, requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+        call = ModelCall.of((given,), {}, CUDA)
+    assert call is not None
+
+    def passes() -> None:
+        with call.context():
+            results = made(given)
+        roots = tree_leaves(results)
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+        made.zero_grad()
+        given.grad = None
+
+    passes()  # what libraries take once
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    passes()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert rehearsed(made, call, {}, None) == pytest.approx(peak, rel=0.05)

@@ -32,6 +32,8 @@ TEXT_METRICS = (
     "first_lines",
     "cpu_not_measured",
     "meta_not_measured",
+    "exact_not_measured",
+    "peak_not_predicted",
 )
 
 #: What rows must share to stand in one file. The others may change from run to run.

@@ -38,6 +38,9 @@ Minutes = Annotated[
     float | None, typer.Option(min=0, help="Begin no case that would not be done by then.")
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that prepare at once.")]
+Together = Annotated[
+    bool, typer.Option("--together", help="Processes of several cases prepare side by side.")
+]
 Timeout = Annotated[
     float, typer.Option(min=1, help="Seconds after which a process that prepares is killed.")
 ]
@@ -58,6 +61,7 @@ def echo(
     missing: MissingOnly = False,
     minutes: Minutes = None,
     workers: Workers = 8,
+    together: Together = False,
     timeout: Timeout = 150.0,
     unrolled: Unrolled = False,
     device: Device = "cuda",
@@ -86,6 +90,7 @@ def echo(
             missing=missing,
             contenders=tuple(contender or ()),
             unrolled=unrolled,
+            together=together,
         )
         cases = make_cases(case or (), part or ("step",), tiny=tiny)
         recording = record(cases, options, console, out)

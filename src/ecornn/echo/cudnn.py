@@ -8,6 +8,7 @@ read, so nobody's count of the peak is touched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Asked:
-    """A layer's call, without its numbers and its length."""
+    """A layer's call, without its numbers and its length. `options`: those of the operator, but
+    for the lengths of a packed sequence and the state of the dropout."""
 
     batch: int
     features: int
@@ -60,9 +62,7 @@ def room_of_cudnn(
     *options: Any,
 ) -> Room:
     """The arguments of `aten._cudnn_rnn`."""
-    mode, hidden, projected, layers, batch_first, _dropout, train, bidirectional, packed, _ = (
-        options
-    )
+    batch_first, packed = options[4], options[8]
     if len(packed):
         raise NotUnderstood("what cuDNN's layers take of a packed sequence is not known")
     steps, batch = given.shape[1 if batch_first else 0], given.shape[0 if batch_first else 1]
@@ -74,14 +74,15 @@ def room_of_cudnn(
         stride0,
         tuple(hx.shape),
         cells,
-        (mode, hidden, projected, layers, False, 0.0, train, bidirectional, (), None),
+        tuple(options[:8]),
         given.dtype,
         given.device,
     )
     if asked not in _KNOWN:
         if not torch.cuda.is_available():
             raise NotUnderstood("what cuDNN's layers take is measured on a GPU, and none is here")
-        with _disable_current_modes(), torch.no_grad():
+        as_it_is = torch.autocast(given.device.type, enabled=False)
+        with _disable_current_modes(), torch.no_grad(), as_it_is:
             _KNOWN[asked] = measured(asked, SHORT[0]), measured(asked, SHORT[1])
     return at_length(*_KNOWN[asked], steps)
 
@@ -98,36 +99,53 @@ def at_length(short: Room, longer: Room, steps: int) -> Room:
 
 
 def measured(asked: Asked, steps: int) -> Room:
+    """The weights lie in one memory, as torch.nn's do. Where they do not, the operator makes it,
+    and returns it: whoever calls it counts that."""
+
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=asked.dtype, device=asked.device)
 
-    given = zeros(steps, asked.batch, asked.features)
+    mode, hidden, projected, layers, batch_first, dropout, train, bidirectional = asked.options
+    first, second = (asked.batch, steps) if batch_first else (steps, asked.batch)
+    given = zeros(first, second, asked.features)
     weights = [zeros(*shape) for shape in asked.weights]
-    mode, hidden, projected, layers, _, _, train, bidirectional, _, _ = asked.options
     buffer = aten._cudnn_rnn_flatten_weight(
         *(weights, asked.stride0, asked.features, mode, hidden),
-        *(projected, layers, False, bidirectional),
+        *(projected, layers, batch_first, bidirectional),
     )
     hx = zeros(*asked.states)
     cx = None if asked.cells is None else zeros(*asked.cells)
     call = (given, weights, asked.stride0, buffer, hx, cx)
+    options = (*asked.options, (), state_of_dropout(asked.device, dropout if train else 0.0))
     before = handed_out(asked.device)
-    output, *states, reserve, _ = aten._cudnn_rnn(*call, *asked.options)
+    output, *states, reserve, _ = aten._cudnn_rnn(*call, *options)
     taken = handed_out(asked.device) - before
     kept = _bytes(reserve)
     forward = taken - kept - sum(map(_bytes, (output, *states)))
     if not train:
         return Room(kept, forward, 0)
     arriving = torch.zeros_like(output)
+    # to ask for the cells of a layer that has none is refused
+    wanted = [True, True, cx is not None, True]
     before = handed_out(asked.device)
-    made = aten._cudnn_rnn_backward(
-        *(*call, output, arriving, None, None, *asked.options, reserve, [True] * 4)
-    )
+    made = aten._cudnn_rnn_backward(*call, output, arriving, None, None, *options, reserve, wanted)
     taken = handed_out(asked.device) - before
-    of_weights = sum(weight.nbytes for weight in weights)
-    backward = taken - sum(map(_bytes, made[:3])) - of_weights
+    backward = taken - sum(map(_bytes, made[:3])) - _bytes(buffer)  # the weights' gradients
     # the gradients of the input and of the weights are two calls, one workspace after the other
     return Room(kept, forward, backward // 2)
+
+
+def state_of_dropout(device: torch.device, dropout: float) -> Tensor | None:
+    """Of its own: the one that torch draws from stays where it is."""
+    if dropout == 0:
+        return None
+    return torch._cudnn_init_dropout_state(dropout, True, 0, dtype=torch.uint8, device=device)
+
+
+def in_one_memory(weights: Sequence[Tensor]) -> bool:
+    """Are they laid out as torch.nn lays them out for cuDNN? Others are copied at every call. Asked
+    of tensors without numbers, which share memory as the true ones do."""
+    return len({weight.untyped_storage()._cdata for weight in weights}) == 1
 
 
 def handed_out(device: torch.device) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from ecornn.echo.cudnn import room_of_cudnn
+from ecornn.echo.cudnn import in_one_memory, room_of_cudnn
 from ecornn.echo.graph import NotUnderstood
 
 aten = torch.ops.aten
@@ -73,20 +73,28 @@ def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> tuple[Ten
 
 
 def _cudnn_rnn(*args: Any) -> tuple[tuple[Tensor, ...], int]:
+    """Weights that do not lie in one memory are copied into one, which the backward pass reads."""
     from torch._meta_registrations import _cudnn_rnn as made_of
 
-    *made, _, buffer = made_of(*args)
+    given, weights, _, buffer = args[:4]
+    if buffer is None and in_one_memory(weights):
+        buffer = weights[0].detach()
+    elif buffer is None:
+        buffer = given.new_empty(sum(weight.numel() for weight in weights))
+    *made, _, _ = made_of(*args)
     room = room_of_cudnn(*args)
-    reserve = args[0].new_empty(room.reserve, dtype=torch.uint8)
+    reserve = given.new_empty(room.reserve, dtype=torch.uint8)
     return (*made, reserve, buffer), room.forward
 
 
 def _cudnn_rnn_backward(*args: Any) -> tuple[tuple[Any, ...], int]:
     """All weights' gradients are parts of one memory."""
     given, weights, _, _, hx, cx = args[:6]
-    flat = given.new_empty(sum(weight.numel() for weight in weights))
-    parts = flat.split([weight.numel() for weight in weights])
-    gradients = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+    gradients: list[Tensor] = []
+    if args[21][3]:  # some weight has one
+        flat = given.new_empty(sum(weight.numel() for weight in weights))
+        parts = flat.split([weight.numel() for weight in weights])
+        gradients = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
     of_cx = None if cx is None else torch.empty_like(cx)
     made = torch.empty_like(given), torch.empty_like(hx), of_cx, gradients
     # what the forward pass was called with: not its result and the gradients that arrive

@@ -35,6 +35,15 @@ def test_two_tries_say_where_the_limit_is() -> None:
     assert found.tries <= 6
 
 
+def test_the_first_that_fits_leads_far() -> None:
+    """Of a model that holds little, the second try is more than half of the best already."""
+    model = Model(fixed=340, sample=4.6, limit=16_384)
+    largest(model, 128, model.limit, tries=3, grain=8)
+    assert model.tried[0] == 128
+    assert 0.5 * model.best < model.tried[1] < model.best
+    assert 0.95 * model.best < model.tried[2] <= model.best
+
+
 def test_it_stops_when_nothing_is_left_between() -> None:
     model = Model(fixed=0, sample=10.0, limit=100)
     assert largest(model, 4, model.limit, tries=50) == Found(10, 11, len(model.tried))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import ecornn
+from ecornn.bench.models.step import make_step
 from ecornn.bench.training import worker
 from ecornn.bench.training.build import NotMeasurable
 from ecornn.bench.training.cases import ModelCase, make_case
@@ -57,6 +59,13 @@ def test_echo_is_compared_too_and_foretells_its_peak() -> None:
     predicted = found.metrics["predicted_peak_bytes"]
     assert predicted == predicted_peak(found.step)
     assert float(predicted) == pytest.approx(peak_bytes(found.step), rel=0.05)
+
+
+def test_a_peak_that_is_not_foretold_says_why() -> None:
+    step = make_step("gpt2", size="tiny", device="cpu")
+    assert predicted_peak(step) == "not a model of Echo's"
+    step.run = ecornn.compile(step.model, codegen="eager")
+    assert predicted_peak(step) == "no graph was compiled"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "nmt-50"])
@@ -111,7 +120,7 @@ def test_running_out_of_memory_is_known_inside_other_errors() -> None:
 class TestServing:
     def serve(self, monkeypatch: pytest.MonkeyPatch, contender: str) -> list[dict[str, Any]]:
         request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
-        request |= {"effort": "quick", "threads": 1, "began": 0.0}
+        request |= {"effort": "quick", "compilers": 1, "began": 0.0}
         said: list[dict[str, Any]] = []
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps("measure") + "\n"))
         worker.serve(request, said.append)
@@ -135,7 +144,7 @@ class TestServing:
         said: list[dict[str, Any]] = []
         request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
         with pytest.raises(IndexError):
-            worker.serve(request | {"effort": "quick", "threads": 1, "began": 0.0}, said.append)
+            worker.serve(request | {"effort": "quick", "compilers": 1, "began": 0.0}, said.append)
         assert said == [{"metrics": {why: "IndexError: off by one"}}]
 
     def test_what_cannot_be_measured_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,17 @@ from ecornn.bench.environment import PACKAGE
 from ecornn.bench.results import Results, Row, read
 from ecornn.bench.training import record as recording
 from ecornn.bench.training.cases import ModelCase, make_case
-from ecornn.bench.training.contenders import CHECKPOINT, EAGER, ECHO_EAGER, UNROLLED
+from ecornn.bench.training.contenders import (
+    AGGRESSIVE,
+    CHECKPOINT,
+    COMPILE,
+    EAGER,
+    ECHO,
+    ECHO_EAGER,
+    UNROLLED,
+)
 from ecornn.bench.training.record import Options, check_device, estimate, make_plan, record
-from ecornn.bench.training.schedule import Job, Limits, run_jobs
+from ecornn.bench.training.schedule import Job, Limits, compilers_each, run_jobs
 from ecornn.errors import InvalidInput
 from ecornn.settings import child_environment
 
@@ -104,6 +112,16 @@ def test_all_prepare_together_and_measure_alone(pretended: Pretended) -> None:
     measuring = sorted((at, what) for _, what, at in notes if what in ("measures", "done"))
     assert measuring[0][0] > max(ready), "nobody prepares while somebody measures"
     assert [what for _, what in measuring] == ["measures", "done"] * 3
+
+
+def test_all_cores_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch's own number of threads is: kernels are compiled by processes."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    jobs = [Job(NMT, contender) for contender in (EAGER, COMPILE, ECHO, ECHO_EAGER, AGGRESSIVE)]
+    assert compilers_each(jobs) == 6  # for three
+    assert compilers_each(jobs[:1]) == 16
+    assert compilers_each(jobs[1:2] * 40) == 1
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,10 @@ def _compile(step: Step, contender: Contender) -> None:
 
 
 @contextmanager
-def configured(contender: Contender, threads: int, *, eager_draws: bool) -> Iterator[None]:
-    """torch's options for this contender. `eager_draws`: compiled code draws as eager code does,
-    which costs it time and memory: for comparing results only."""
+def configured(contender: Contender, compilers: int, *, eager_draws: bool) -> Iterator[None]:
+    """torch's options for this contender. `compilers`: processes that compile kernels.
+    `eager_draws`: compiled code draws as eager code does, which costs it time and memory: for
+    comparing results only."""
     changes: list[tuple[Any, dict[str, Any]]] = []
     if contender.kind in ("compile", "echo"):
         import torch._functorch.config
@@ -78,7 +79,7 @@ def configured(contender: Contender, threads: int, *, eager_draws: bool) -> Iter
         if contender.aggressive:
             options["aggressive_recomputation"] = True
         changes.append((torch._functorch.config, options))
-        inductor = {"compile_threads": threads, "fallback_random": eager_draws}
+        inductor = {"compile_threads": compilers, "fallback_random": eager_draws}
         changes.append((torch._inductor.config, inductor))
     for module, options in changes:
         for name in options:

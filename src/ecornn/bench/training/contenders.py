@@ -42,6 +42,10 @@ class Contender:
         return self.kind in ("echo", "profiler")
 
     @property
+    def compiles(self) -> bool:
+        return self.kind in ("compile", "echo") and self.codegen == "inductor"
+
+    @property
     def draws_as_eager(self) -> bool:
         """Dropout's masks are eager's at equal seeds; inductor makes its own."""
         return self.kind in ("eager", "checkpoint") or (self.is_ours and self.codegen == "eager")

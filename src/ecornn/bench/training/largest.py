@@ -14,8 +14,11 @@ Attempt = Callable[[int], int | None]
 
 #: A guess stays below the limit by this much: fragments of the allocator take some memory too.
 MARGIN = 0.98
-#: At most so many times the batch that is known to fit, when nothing says how far the limit is.
+#: At most so many times the batch that is known to fit.
 LEAP = 4
+#: The same after the first that fits: some memory does not grow, so that what is in proportion to
+#: its peak fits too.
+FIRST_LEAP = 32
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def _following(
         guess = _extrapolated(peaks, limit)
     elif peaks:
         guess = min(
-            LEAP * fits, max(fits + grain, int(fits * MARGIN * limit / max(peaks[fits], 1)))
+            FIRST_LEAP * fits, max(fits + grain, int(fits * MARGIN * limit / max(peaks[fits], 1)))
         )
     else:
         guess = (refused or start) // LEAP

@@ -110,7 +110,8 @@ class Measurement:
             self.metrics["peak_bytes"] = peak_bytes(step)
         if self.contender.is_ours:
             predicted = predicted_peak(step)
-            self.metrics |= {} if predicted is None else {"predicted_peak_bytes": predicted}
+            known = isinstance(predicted, int)
+            self.metrics["predicted_peak_bytes" if known else "peak_not_predicted"] = predicted
 
     def _first_steps(self) -> None:
         step = self.step
@@ -174,7 +175,8 @@ class Measurement:
         self.metrics |= {"largest_batch": found.batch, "tries": found.tries}
         self.metrics |= {} if found.refused is None else {"refused_batch": found.refused}
         self.metrics["search_s"] = time.perf_counter() - began
-        self._attempt(found.batch)
+        if self.step is None or self.step.samples != found.batch:  # another was tried last
+            self._attempt(found.batch)
 
     def _attempt(self, batch: int) -> int | None:
         self.step = self.run = None
@@ -207,22 +209,23 @@ class Measurement:
         self.metrics["samples_per_s"] = step.samples / found.median_s
 
 
-def predicted_peak(step: Step) -> int | None:
+def predicted_peak(step: Step) -> int | str:
     """What Echo foretells of a step's peak: what is there when it begins, and what the passes make
-    beside it, or the gradients and what the optimizer makes beside those. None where it does not
-    know all that runs."""
+    beside it, or the gradients and what the optimizer makes beside those. Where it does not know
+    all that runs, it says why."""
     explain = getattr(step.run, "explain", None)
     if explain is None:
-        return None
+        return "not a model of Echo's"
     gradients = storage_bytes(w for w in step.model.parameters())
     step.clear()
     held = bytes_now(step)
     explained = explain()
     if explained.whole and len(explained.graphs) > 1:
-        return None  # between them the model runs operators that no graph knows of
+        return "between its graphs the model runs operators that none of them knows of"
     found: int | None = explained.predicted_peak_bytes(held)
     if found is None:
-        return None
+        reasons = (graph.not_foretold for graph in explained.graphs)
+        return explained.not_predicted or next(filter(None, reasons), "no graph was compiled")
     return max(found, held + gradients + optimizer_scratch(step))
 
 

@@ -61,6 +61,14 @@ def groups(jobs: Sequence[Job], size: int) -> list[Sequence[Job]]:
     return [jobs[i : i + size] for i in range(0, len(jobs), size)]
 
 
+def compilers_each(group: Sequence[Job]) -> int:
+    """Processes that compile kernels, for each that needs some: all cores are used. torch's own
+    number of threads says nothing of them where somebody has limited it."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    cores = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
+    return -(-cores // max(1, sum(job.contender.compiles for job in group)))
+
+
 def run_jobs(
     jobs: Sequence[Job],
     limits: Limits,
@@ -86,6 +94,7 @@ def run_jobs(
                         "effort": effort,
                         "began": child.began,
                         "threads": max(1, torch.get_num_threads() // len(group)),
+                        "compilers": compilers_each(group),
                     }
                 )
             preparing = list(zip(group, children, strict=True))

@@ -42,7 +42,7 @@ def serve(request: dict[str, Any], say: Say) -> None:
     try:
         with (
             tf32_where_it_is_faster(device),
-            configured(contender, request["threads"], eager_draws=checking),
+            configured(contender, request["compilers"], eager_draws=checking),
         ):
             if device.type == "cuda":
                 torch.zeros(1, device=device)  # the context is nobody's set-up
