@@ -43,10 +43,13 @@ class Case(NamedTuple):
     directions: int = 1
     features: bool = False
     pieces: bool = False
+    #: How float32 is multiplied: three products are exact enough to be compared closely.
+    numbers: str = "tf32x3"
 
     def __str__(self) -> str:
         named = ("features", "pieces")
         more = [name for name in named if getattr(self, name)]
+        more += ["tf32"] if self.numbers == "tf32" else []
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
         return "-".join([self.cell, dtype, size, self.regime, *more])
@@ -90,7 +93,11 @@ CASES = (
     Case("rnn_tanh", BF16, 129, 1),
     Case("lstm", BF16, 85, 13, "cluster", features=True),
     Case("gru", FP32, 24, 3, "one block"),
+    Case("lstm", FP32, 64, 9, numbers="tf32"),
+    Case("gru", FP32, 24, 3, "cluster", numbers="tf32"),
 )
+#: Relative error of a product's factor, ten bits after the first; two of them make a product.
+TF32_ERROR = 2**-11
 
 
 def converted(call: LayerCall, dtype: torch.dtype) -> LayerCall:
@@ -109,6 +116,12 @@ def run(name: str, call: LayerCall, grads: ResultGrads) -> tuple[LayerResult, Ca
     return result, by_name(name).backward(call, result, grads, BackwardRequest())
 
 
+def multiplied_as(monkeypatch: pytest.MonkeyPatch, wide: str) -> None:
+    for module in (persistent_calls, persistent_gradients):
+        numbers = lambda dtype: wide if dtype == FP32 else "bf16"  # noqa: E731
+        monkeypatch.setattr(module, "numbers_of", numbers)
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
@@ -118,10 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     machine.install(monkeypatch)
-    # float32 by three products, which are exact enough to be compared
-    for module in (persistent_calls, persistent_gradients):
-        numbers = lambda dtype: "tf32x3" if dtype == FP32 else "bf16"  # noqa: E731
-        monkeypatch.setattr(module, "numbers_of", numbers)
+    multiplied_as(monkeypatch, "tf32x3")
     monkeypatch.setattr(persistent_gradients, "is_small", lambda *_, **__: False)
     mm, addmm = torch.mm, torch.addmm
 
@@ -150,6 +160,7 @@ def test_a_layer_is_the_definition_s(
     monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
     monkeypatch.setattr(persistent_calls, "launcher", launcher)
     monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1 if case.pieces else 1 << 30)
+    multiplied_as(monkeypatch, case.numbers)
     call = case.call()
     shape = (STEPS, case.batch, case.directions * case.hidden)
     state = (case.directions, case.batch, case.hidden)
@@ -162,6 +173,8 @@ def test_a_layer_is_the_definition_s(
     wide = ResultGrads(*(None if g is None else g.double() for g in grads))
     want, want_grads = run("reference", converted(call, torch.float64), wide)
     bound = 2 * tolerance(case.dtype, STEPS)
+    if case.numbers == "tf32":
+        bound = 2 * TF32_ERROR * STEPS**0.5
     pairs = [
         *zip(found[:3], want[:3], strict=True),
         (found_grads.input_TBI, want_grads.input_TBI),
@@ -190,3 +203,23 @@ def test_a_block_that_never_runs_is_given_up(
     monkeypatch.setattr(persistent_calls, "launcher", launcher)
     by_name("persistent").forward(case.call())
     assert [launcher.failed for launcher in made] == [1]
+
+
+@pytest.mark.parametrize("regime", ["L2", "cluster"])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000])
+def test_a_sequence_that_is_no_number_stays_so_and_alone(
+    bits: int, regime: str, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaNs of other bits than the mark, the mark itself, and infinity, as initial states."""
+    case = Case("rnn_relu", FP32, 24, 3, regime, numbers="tf32")
+    monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
+    monkeypatch.setattr(persistent_calls, "launcher", lambda g, _: OnCpu(g, folder))
+    multiplied_as(monkeypatch, "tf32")
+    call = case.call()
+    call.h0_DBR[0, 1] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    found = by_name("persistent").forward(call).output_TBO
+    want = by_name("reference").forward(converted(call, torch.float64)).output_TBO
+    others = [0, 2]
+    assert_matches(found[:, others], want[:, others], 2 * TF32_ERROR * STEPS**0.5)
+    assert torch.equal(found[:, 1].isnan(), want[:, 1].isnan())
+    assert torch.equal(found[:, 1].isinf(), want[:, 1].isinf())

@@ -38,7 +38,7 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
         ('asm("cvt.rn.bf16x2', ";\n", "pair = to_bf16(x);\n"),
         ('asm("ex2.approx', ";\n", "y = exp2f(x * (SCALE * 1.44269504f));\n"),
         ('asm("tanh.approx', ";\n", "y = tanhf(x);\n"),
-        ('ROUNDING("cvt.rna', ";\n", "rounded = bits & 0xffffe000u;\n"),
+        ('ROUNDING("cvt.rna', ";\n", "rounded = to_tf32_on_cpu(bits);\n"),
         (
             'asm volatile("mma.sync',
             '"r"(b1));',

@@ -120,6 +120,11 @@ static inline unsigned short to_bf16(float x) {
   return x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+// To nearest, ties away from zero; a NaN stays one.
+static inline unsigned to_tf32_on_cpu(unsigned bits) {
+  return (bits & 0x7fffffffu) >= 0x7f800000u ? bits : bits + 0x1000u & 0xffffe000u;
+}
+
 // Element by element, as other threads write them.
 template <class Element>
 static inline uint4 load_exchanged(const void* address) {
@@ -154,8 +159,10 @@ static inline void multiply_on_cpu(float (&c)[4], const unsigned (&a)[4], unsign
       const unsigned left = warp_here->a[row % 8 * 4 + from][row / 8 + 2 * half];
       const unsigned right = warp_here->b[column * 4 + from][half];
       const bool narrow = EACH == 2;
-      const float x = narrow ? of_bf16(left >> 16 * part & 0xffff) : __uint_as_float(left);
-      const float y = narrow ? of_bf16(right >> 16 * part & 0xffff) : __uint_as_float(right);
+      // of a wide number the last 13 bits are not looked at
+      const unsigned seen = 0xffffe000u;
+      const float x = narrow ? of_bf16(left >> 16 * part & 0xffff) : __uint_as_float(left & seen);
+      const float y = narrow ? of_bf16(right >> 16 * part & 0xffff) : __uint_as_float(right & seen);
       sum += double(x) * y;
     }
     c[i] = float(sum);

@@ -58,8 +58,9 @@ __device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
 __device__ __forceinline__ u16 unmarked(u16 bits) {
   return GRID && bits == 0xffffu ? 0x7fffu : bits;
 }
+// As one that a number can be added to: see `factor`.
 __device__ __forceinline__ u32 unmarked(u32 bits) {
-  return GRID && bits == ~0u ? 0x7fffffffu : bits;
+  return GRID && (bits & ~0u >> 1) > 0x7f800000u ? 0x7fc00000u : bits;
 }
 
 #if CLUSTER > 1

@@ -5,17 +5,21 @@
 #pragma once
 #include "memory.cuh"
 
-// VEC elements of a row of `count`, zero beyond its end.
+// VEC elements of a row of `count`, zero beyond its end, as if they had been published.
 __device__ __forceinline__ uint4 gather(const Element* row, int k, int count) {
-  if (count % VEC == 0) {
-    return k < count ? __ldg(reinterpret_cast<const uint4*>(row + k)) : make_uint4(0, 0, 0, 0);
-  }
   union {
     uint4 all;
     Element each[VEC];
   } v;
+  if (count % VEC == 0) {
+    v.all = k < count ? __ldg(reinterpret_cast<const uint4*>(row + k)) : make_uint4(0, 0, 0, 0);
+  } else {
 #pragma unroll
-  for (int e = 0; e < VEC; ++e) v.each[e] = k + e < count ? row[k + e] : Element(0);
+    for (int e = 0; e < VEC; ++e) v.each[e] = k + e < count ? row[k + e] : Element(0);
+  }
+  if (DTYPE == 2)
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) v.each[e] = unmarked(v.each[e]);
   return v.all;
 }
 
@@ -368,8 +372,8 @@ struct Multiplier : Memory {
     mma(even, a[0], v.x, v.y);
     mma(odd, a[1], v.z, v.w);
 #elif DTYPE == 2
-    mma(even, a[0], to_tf32(v.x), to_tf32(v.y));
-    mma(odd, a[1], to_tf32(v.z), to_tf32(v.w));
+    mma(even, a[0], factor(v.x), factor(v.y));
+    mma(odd, a[1], factor(v.z), factor(v.w));
 #else
     // (a + a')(v + v') without a'v', which is below float32's last bit
     u32 high[2][4], rest[2][4];
@@ -402,6 +406,6 @@ struct Multiplier : Memory {
   // v from memory: unpadded rows of `hidden` (only where INNER is 1)
   __device__ __forceinline__ void fill_vectors(int slot, const Element* rows) const {
     for (int i = threadIdx.x; i < sequences * hidden; i += THREADS)
-      *place(slot, i / hidden, 0, i % hidden) = rows[i];
+      *place(slot, i / hidden, 0, i % hidden) = pushed(rows[i]);
   }
 };

@@ -129,7 +129,7 @@ struct Product : Multiplier {
 #if CLUSTER > 1
     __syncwarp();
 #pragma unroll
-    for (int p = 0; p < INNER; ++p) stage()[p * 32 + place_of_lane()] = value[p];
+    for (int p = 0; p < INNER; ++p) stage()[p * 32 + place_of_lane()] = pushed(value[p]);
     __syncwarp();
     constexpr int PUSHES = 32 / TOGETHER * INNER * CLUSTER;
     const u32 to = lane % CLUSTER;  // 32 is a multiple of CLUSTER
@@ -147,7 +147,8 @@ struct Product : Multiplier {
 #else
     if (has(i, padded))
 #pragma unroll
-      for (int p = 0; p < INNER; ++p) *place(slot, sequence_of(i), p, unit_of(i)) = value[p];
+      for (int p = 0; p < INNER; ++p)
+        *place(slot, sequence_of(i), p, unit_of(i)) = pushed(value[p]);
 #endif
 #endif
   }
