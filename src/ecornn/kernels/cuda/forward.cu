@@ -139,11 +139,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int step = a.first_step + local, t = d ? a.total - 1 - step : step;
     const int count = local + FEATURES, sums_slot = (slot + FEATURES) & 1;
     float* const partial = product.partial(sums_slot);
-    if (local == 0) {
-      multiply_given(a.h_in + states, partial);
-    } else if (GRID) {
+    if (local > 0 && GRID) {
       product.multiply_published(partial, {exchange.before(), a.exchange_row});
-    } else {
+    } else if (local > 0) {
       product.await_vectors(local - 1);
       product.multiply(partial, [&](int c, int n) { return product.from_shared(slot, c, n); });
     }
@@ -218,6 +216,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (GRID) exchange.move();
     if (CELL == 0) cells.move();
   };
+  // the first step's product, by itself: it would stand in the loop for nothing
+  multiply_given(a.h_in + states, product.partial(FEATURES));
   for (int local = 0; local < a.steps; local += AHEAD)
 #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ++ahead)
