@@ -5,6 +5,19 @@
 #pragma once
 #include "memory.cuh"
 
+#if DTYPE == 2
+// Rounding to TF32 is adding half of the last bit that a product takes; the instruction looks for
+// NaNs as well, which for every value that arrives is one comparison too many. Through L2 values
+// arrive as they are stored, after `unmarked`; within a cluster they are rounded once, before they
+// are pushed. Backwards the bare addition makes the assembler spill.
+__device__ __forceinline__ u32 factor(u32 published) {
+  return !GRID ? published : BACKWARD ? to_tf32(published) : published + 0x1000u;
+}
+__device__ __forceinline__ Element pushed(Element bits) { return GRID ? bits : to_tf32(bits); }
+#else
+__device__ __forceinline__ Element pushed(Element bits) { return bits; }
+#endif
+
 // VEC elements of a row of `count`, zero beyond its end, as if they had been published.
 __device__ __forceinline__ uint4 gather(const Element* row, int k, int count) {
   union {

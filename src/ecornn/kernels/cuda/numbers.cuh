@@ -61,19 +61,6 @@ __device__ __forceinline__ u32 tf32_rest(u32 bits) {
 }
 #endif
 
-#if DTYPE == 2
-// Rounding to TF32 is adding half of the last bit that a product takes; the instruction looks for
-// NaNs as well, which for every value that arrives is one comparison too many. Through L2 values
-// arrive as they are stored, after `unmarked`; within a cluster they are rounded once, before they
-// are pushed.
-__device__ __forceinline__ u32 factor(u32 published) {
-  return GRID ? published + 0x1000u : published;
-}
-__device__ __forceinline__ Element pushed(Element bits) { return GRID ? bits : to_tf32(bits); }
-#else
-__device__ __forceinline__ Element pushed(Element bits) { return bits; }
-#endif
-
 // Whether one of the values is still the mark.
 struct Marks {
   u32 found = 0;
