@@ -24,6 +24,7 @@ from ecornn.profiler.places import line_text
 from ecornn.profiler.storages import Record
 
 _NUMBER = {kind: number for number, kind in enumerate(TENSORS)}
+_KEPT, _MADE = _NUMBER["feature maps"], _NUMBER["workspace"]
 
 
 def assemble(seen: Observation, error: BaseException | None) -> MemoryReport:
@@ -125,7 +126,10 @@ class _Sums:
         ends = [length if one.freed is None else min(one.freed, length) for one in records]
         self._freed = np.asarray(ends, np.int64)
         self._bytes = np.asarray([one.bytes for one in records], np.int64)
-        self._kinds = np.asarray([_NUMBER[kind_of(one)] for one in records], np.int64)
+        self._kinds = np.asarray(
+            [_NUMBER[one.role] if one.role else _KEPT if one.kept_by else _MADE for one in records],
+            np.int64,
+        )
         padding = -self._bytes % BLOCK if in_blocks else np.zeros_like(self._bytes)
         self.padding = self._over_time(padding)
 

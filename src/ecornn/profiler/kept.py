@@ -111,20 +111,23 @@ class Node(NamedTuple):
     node: Any
 
 
+#: What is known of the classes of autograd's own nodes, which are there for good. Those of the
+#: program's functions are each graph's, and go with it.
+_OWN_KINDS: dict[type, Kind] = {}
+
+
 class Graph:
     """Visits each node once, however often it is met."""
 
     def __init__(
-        self,
-        tell: Callable[[Node, list[Tensor]], None],
-        met: Callable[[Node], None] | None = None,
+        self, tell: Callable[[Node, list[Tensor]], None], *, every_node: bool = False
     ) -> None:
-        """`tell`: of a node and what it keeps; `met`: of every node."""
-        self._tell, self._met = tell, met
+        """`tell`: of a node and what it keeps; of `every_node` also if that is nothing."""
+        self._tell, self._every_node = tell, every_node
         #: In the metadata of each node that was visited: numbers are each thread's own, and nothing
         #: here may hold on to a node.
         self._visited = object()
-        self._kinds: dict[type, Kind] = {}
+        self._kinds = dict(_OWN_KINDS)
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
 
@@ -143,14 +146,12 @@ class Graph:
                 found.append((node._sequence_nr(), node, kind))
                 waiting += [one for one, _ in node.next_functions if one is not None]
         # In the order of the forward pass.
-        for number, node, kind in sorted(found, key=itemgetter(0)):
-            known = Node(maker, number, kind.name or name_of(node), node)
-            if self._met is not None:
-                self._met(known)
-            if kind.saved or kind.has_others:
-                tensors = self._saved(node, kind)
-                if tensors:
-                    self._tell(known, tensors)
+        found.sort(key=itemgetter(0))
+        tell, every_node = self._tell, self._every_node
+        for number, node, kind in found:
+            tensors = self._saved(node, kind) if kind.saved or kind.has_others else []
+            if tensors or every_node:
+                tell(Node(maker, number, kind.name or name_of(node), node), tensors)
 
     def _learn(self, node: Any) -> Kind:
         saved = tuple(name for name in dir(node) if name.startswith(_RAW))
@@ -164,7 +165,13 @@ class Graph:
             hasattr(node, "__dict__"),
         )
         self._kinds[type(node)] = kind
+        if not kind.has_others:
+            _OWN_KINDS[type(node)] = kind
         return kind
+
+    def close(self) -> None:
+        """Whoever is told mostly holds on to this, and this must not hold on to them."""
+        self._tell = _nobody
 
     def visited(self, node: Any) -> bool:
         return self._visited in node.metadata
@@ -183,11 +190,10 @@ class Graph:
                 saved = getattr(node, name)
             except RuntimeError:
                 continue  # given up already
-            if type(saved) in _SEVERAL:
-                for one in saved:
-                    self._unpack(one, found)
-            elif saved is not None:
-                self._unpack(saved, found)
+            if saved is None:
+                continue
+            for one in saved if type(saved) in _SEVERAL else (saved,):
+                self._unpack(one, found)
         # Functions of the program may also keep tensors as attributes of their context.
         for value in vars(node).values() if kind.has_others else ():
             several = value if type(value) in _SEVERAL else (value,)
@@ -201,6 +207,9 @@ class Graph:
             found.append(tensor)
         elif saved is not None and getattr(saved, "unpack_hook", None) is not None:
             self.packed += 1
+
+
+def _nobody(found: Node, tensors: list[Tensor]) -> None: ...
 
 
 def name_of(node: Any) -> str:

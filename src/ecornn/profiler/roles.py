@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 from ecornn.profiler.operators import tensors_in
 
 OUTSIDE = "a parameter outside of the model"
+_STRANGER = (OUTSIDE, "", f"the gradient of {OUTSIDE}")
 
 
 class Book(Protocol):
@@ -34,19 +35,20 @@ class Roles:
         book: Book,
         model: nn.Module,
         optimizers: Iterable[Optimizer],
-        moved: Callable[[], None] = lambda: None,
+        moved: Callable[[], None] | None = None,
         *,
         at_every_chance: bool = True,
     ) -> None:
         """`moved` is told that an optimizer's step begins or ends. `at_every_chance`: optimizers'
         states are looked at before the step as well as after it, and each gradient when it is
         made; else gradients after a backward pass, unless somebody may take them away in it."""
-        self._book, self._model, self._moved = book, model, moved
+        self._book, self._model = book, model
+        self._moved = _nothing if moved is None else moved
         self._optimizers: list[Optimizer] = []
         #: How many optimizers are inside `step`.
         self.stepping = 0
-        #: By the identity of a parameter: its name, and the module's path.
-        self.names: dict[int, tuple[str, str]] = {}
+        #: By the identity of a parameter: its name, the module's path, and what its gradient is.
+        self._names: dict[int, tuple[str, str, str]] = {}
         self._weights(before=True)
         for optimizer in optimizers:
             self._add(optimizer, before=True, states=at_every_chance)
@@ -72,20 +74,22 @@ class Roles:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _weights(self, *, before: bool = False) -> None:
-        mark = self._book.mark
+        mark, names = self._book.mark, self._names
         for name, parameter in self._model.named_parameters():
-            owner = _owner(name)
-            self.names[id(parameter)] = (name, owner)
-            mark(parameter, "weights", f"the parameter {name}", owner, before=before)
-            self._gradient(parameter, before=before)
+            known = names.get(id(parameter))
+            if known is None or known[0] != name:
+                known = names[id(parameter)] = (name, _owner(name), f"the gradient of {name}")
+            mark(parameter, "weights", f"the parameter {name}", known[1], before=before)
+            gradient = parameter.grad
+            if gradient is not None:
+                mark(gradient, "gradients", known[2], known[1], before=before)
         for name, buffer in self._model.named_buffers():
             mark(buffer, "weights", f"the buffer {name}", _owner(name), before=before)
 
     def _gradient(self, parameter: Tensor, *, before: bool = False) -> None:
         gradient = parameter.grad
         if gradient is not None:
-            name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
-            text = f"the gradient of {name}"
+            _, owner, text = self._names.get(id(parameter), _STRANGER)
             self._book.mark(gradient, "gradients", text, owner, before=before)
 
     def gradients(self) -> None:
@@ -98,7 +102,7 @@ class Roles:
             self._optimizers.append(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in self.names:
+                if id(parameter) not in self._names:
                     self._book.mark(parameter, "weights", OUTSIDE, "", before=before)
                     self._gradient(parameter, before=before)
                 state = optimizer.state.get(parameter) if states else None
@@ -106,7 +110,7 @@ class Roles:
                     self._state(parameter, state, before=before)
 
     def _state(self, parameter: Tensor, state: Any, *, before: bool) -> None:
-        name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
+        name, owner, _ = self._names.get(id(parameter), _STRANGER)
         for key, value in state.items():
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, Tensor):
@@ -141,6 +145,10 @@ class Roles:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._moved = _nothing
+
+
+def _nothing() -> None: ...
 
 
 def _is_hooked(parameter: Tensor) -> bool:

@@ -26,6 +26,7 @@ _COMPRESSED = {
 STRIDED = torch.strided
 #: A storage that has two roles is counted under the first.
 ROLES = ("weights", "optimizer state", "gradients", "inputs", "other", "")
+_RANK = {role: rank for rank, role in enumerate(ROLES)}
 #: Of these a tensor is itself what has the storage, unless it is sparse.
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -87,7 +88,7 @@ class Record:
 
     def take_role(self, role: str, text: str, module: str) -> None:
         # Tied weights stand under their first name.
-        if ROLES.index(role) < ROLES.index(self.role) or not self.role_text:
+        if _RANK[role] < _RANK[self.role] or not self.role_text:
             self.role, self.role_text, self.module = role, text, module
 
     def was_handed_over(self) -> None:
