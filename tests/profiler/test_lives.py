@@ -191,7 +191,7 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
     device = torch.device("cpu")
     seen = Sightings(device, marks.passed)
     weight, part = torch.zeros(4), torch.zeros(8)[2:5]
-    seen.mark(weight, "weights", "the parameter w", "layer", before=True)
+    seen.mark([(weight, "weights", "the parameter w", "layer")], before=True)
     seen.begin()
     marks.set(Mark("forward", "layer"))
     number = marks.last

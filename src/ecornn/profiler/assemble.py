@@ -123,8 +123,8 @@ class _Sums:
     def __init__(self, records: Sequence[Record], length: int, *, in_blocks: bool) -> None:
         self._records, self._length = records, length
         self._born = np.asarray([one.born for one in records], np.int64)
-        ends = [length if one.freed is None else min(one.freed, length) for one in records]
-        self._freed = np.asarray(ends, np.int64)
+        ends = [length if one.freed is None else one.freed for one in records]
+        self._freed = np.minimum(np.asarray(ends, np.int64), length)
         self._bytes = np.asarray([one.bytes for one in records], np.int64)
         self._kinds = np.asarray(
             [_NUMBER[one.role] if one.role else _KEPT if one.kept_by else _MADE for one in records],
@@ -150,8 +150,8 @@ class _Sums:
     def rows(self, time: int) -> list[Row]:
         """By module and kind."""
         found: dict[tuple[str, str], list[int]] = {}
-        for i in np.flatnonzero((self._born <= time) & (time < self._freed)):
-            one = self._records[int(i)]
+        for i in np.flatnonzero((self._born <= time) & (time < self._freed)).tolist():
+            one = self._records[i]
             if one.bytes:
                 found.setdefault((one.module, kind_of(one)), []).append(one.bytes)
         return [Row(*key, sum(sizes), len(sizes)) for key, sizes in found.items()]

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ecornn.profiler import (
@@ -64,7 +64,7 @@ class LightCollector:
         self._device, self._recorder = device, recorder
         self._marks = Marks(recorder.say)
         self.sightings = Sightings(device, self._marks.passed)
-        self.graph = Graph(self._met, every_node=True)
+        self.graph = Graph()
         self._compiled = CompiledGraphs(model)
         # States are mostly written in place, and gradients stay: what is seen of them afterwards is
         # what was before. Each look takes as long as an operator of a small model.
@@ -114,7 +114,8 @@ class LightCollector:
         try:
             if failed or not self._saw_backward:
                 self._number = self._marks.passed()
-                self.graph.visit_what_is_alive(self._makers)
+                maker = self._makers.of_running()
+                self._read(self.graph.alive(self._makers, maker), maker)
             self._history = self._recorder.stop()
             self.sightings.end()
             self._roles.close()
@@ -128,7 +129,6 @@ class LightCollector:
             started.close()
         self._calls.close()
         self._roles.unhook()
-        self.graph.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -177,7 +177,7 @@ class LightCollector:
         self._number = self._marks.passed()
         self._makers.pass_starts()
         self._marks.set(Mark("backward", ""))
-        self.graph.visit(roots, self._makers.of_running())
+        self._read(roots, self._makers.of_running())
 
     def _backward_ended(self) -> None:
         self._makers.pass_ends()
@@ -187,15 +187,23 @@ class LightCollector:
                 self._roles.gradients()
         self._moved()
 
-    def _met(self, found: Node, tensors: list[Tensor]) -> None:
-        """Have a node say when it runs; `tensors` are kept for its backward pass."""
-        maker, number, name, node = found
-        module = self._calls.at(maker, number)
-        if name not in QUIET:
-            self._handles.append(node.register_prehook(self._marks.setter(module, name)))
-        if tensors:
-            keeper = self._keeper(found, module)
-            self.sightings.kept(tensors, self._number, keeper)
+    def _read(self, roots: list[Any], maker: int) -> None:
+        """Have each node say when it runs, and tell what it keeps. A step has thousands."""
+        at, setter, saved, kept = (
+            self._calls.at,
+            self._marks.setter,
+            self.graph.saved,
+            self.sightings.kept,
+        )
+        for number, node, kind in self.graph.unvisited(roots):
+            name = kind.name or name_of(node)
+            module = at(maker, number)
+            if name not in QUIET:
+                self._handles.append(node.register_prehook(setter(module, name)))
+            tensors = saved(node, kind)
+            if tensors:
+                keeper = self._keeper(Node(maker, number, name, node), module)
+                kept(tensors, self._number, keeper)
 
     def _keeper(self, found: Node, module: str) -> Keeper:
         maker, number, name, node = found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -16,13 +16,34 @@ from torch.optim.optimizer import (
 from ecornn.profiler.operators import tensors_in
 
 OUTSIDE = "a parameter outside of the model"
-_STRANGER = (OUTSIDE, "", f"the gradient of {OUTSIDE}")
+
+
+class Named(NamedTuple):
+    """A parameter, and what it and its gradient are."""
+
+    name: str
+    module: str
+    weight: str
+    gradient: str
+
+
+def _named(name: str) -> Named:
+    return Named(name, _owner(name), f"the parameter {name}", f"the gradient of {name}")
+
+
+_STRANGER = Named(OUTSIDE, "", OUTSIDE, f"the gradient of {OUTSIDE}")
+
+
+#: A tensor, what it is for, that as a text, and the module it belongs to.
+Entry = tuple[Tensor, str, str, str]
 
 
 class Book(Protocol):
     """Where it is written down what a tensor's storage is for."""
 
-    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None: ...
+    def mark(self, entries: Sequence[Entry], *, before: bool) -> None:
+        """`before`: what nobody has seen yet was there before the step."""
+        ...
 
     def handed(self, tensor: Tensor) -> None: ...
 
@@ -47,8 +68,8 @@ class Roles:
         self._optimizers: list[Optimizer] = []
         #: How many optimizers are inside `step`.
         self.stepping = 0
-        #: By the identity of a parameter: its name, the module's path, and what its gradient is.
-        self._names: dict[int, tuple[str, str, str]] = {}
+        #: By the identity of a parameter.
+        self._names: dict[int, Named] = {}
         self._weights(before=True)
         for optimizer in optimizers:
             self._add(optimizer, before=True, states=at_every_chance)
@@ -70,53 +91,60 @@ class Roles:
     def _watch(self, parameter: Tensor) -> None:
         # One without memory yet takes no hook: its gradient is seen when the step ends.
         if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
-            hook: Callable[[Tensor], None] = self._gradient
+            hook: Callable[[Tensor], None] = self._made
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _weights(self, *, before: bool = False) -> None:
-        mark, names = self._book.mark, self._names
+        entries: list[Entry] = []
         for name, parameter in self._model.named_parameters():
-            known = names.get(id(parameter))
-            if known is None or known[0] != name:
-                known = names[id(parameter)] = (name, _owner(name), f"the gradient of {name}")
-            mark(parameter, "weights", f"the parameter {name}", known[1], before=before)
+            known = self._names.get(id(parameter))
+            if known is None or known.name != name:
+                known = self._names[id(parameter)] = _named(name)
+            entries.append((parameter, "weights", known.weight, known.module))
             gradient = parameter.grad
             if gradient is not None:
-                mark(gradient, "gradients", known[2], known[1], before=before)
+                entries.append((gradient, "gradients", known.gradient, known.module))
         for name, buffer in self._model.named_buffers():
-            mark(buffer, "weights", f"the buffer {name}", _owner(name), before=before)
+            entries.append((buffer, "weights", f"the buffer {name}", _owner(name)))
+        self._book.mark(entries, before=before)
 
-    def _gradient(self, parameter: Tensor, *, before: bool = False) -> None:
-        gradient = parameter.grad
-        if gradient is not None:
-            _, owner, text = self._names.get(id(parameter), _STRANGER)
-            self._book.mark(gradient, "gradients", text, owner, before=before)
+    def _gradients(self, parameters: Iterable[Tensor]) -> list[Entry]:
+        found: list[Entry] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                known = self._names.get(id(parameter), _STRANGER)
+                found.append((gradient, "gradients", known.gradient, known.module))
+        return found
+
+    def _made(self, parameter: Tensor) -> None:
+        """A gradient."""
+        self._book.mark(self._gradients([parameter]), before=False)
 
     def gradients(self) -> None:
         """A backward pass has ended."""
-        for parameter in self._parameters():
-            self._gradient(parameter)
+        self._book.mark(self._gradients(self._parameters()), before=False)
 
     def _add(self, optimizer: Optimizer, *, before: bool = False, states: bool = True) -> None:
         if not any(one is optimizer for one in self._optimizers):
             self._optimizers.append(optimizer)
+        entries: list[Entry] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._names:
-                    self._book.mark(parameter, "weights", OUTSIDE, "", before=before)
-                    self._gradient(parameter, before=before)
+                    entries.append((parameter, "weights", OUTSIDE, ""))
+                    entries += self._gradients([parameter])
                 state = optimizer.state.get(parameter) if states else None
                 if state:
-                    self._state(parameter, state, before=before)
+                    entries += self._state(parameter, state)
+        self._book.mark(entries, before=before)
 
-    def _state(self, parameter: Tensor, state: Any, *, before: bool) -> None:
-        name, owner, _ = self._names.get(id(parameter), _STRANGER)
+    def _state(self, parameter: Tensor, state: Any) -> Iterator[Entry]:
+        known = self._names.get(id(parameter), _STRANGER)
         for key, value in state.items():
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, Tensor):
-                    self._book.mark(
-                        one, "optimizer state", f"{key} of {name}", owner, before=before
-                    )
+                    yield one, "optimizer state", f"{key} of {known.name}", known.module
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not any(one is optimizer for one in self._optimizers):

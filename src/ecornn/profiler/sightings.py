@@ -7,7 +7,7 @@ it is written down by the address of its storage and the number that the marks h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ecornn.profiler.compiled import Value
 from ecornn.profiler.lives import FIRST, Lives
 from ecornn.profiler.operators import COMPILED
+from ecornn.profiler.roles import Entry
 from ecornn.profiler.storages import Record, parts
 
 #: After all that is recorded.
@@ -67,18 +68,22 @@ class Sightings:
     def end(self) -> None:
         self.recording = False
 
-    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
+    def mark(self, entries: Sequence[Entry], *, before: bool) -> None:
         """`before` or not: an allocation tells itself when it was made."""
+        if not entries:
+            return
         number = self._number
         if number is None:
             number = self._now() if self.recording else LAST if self._began else FIRST
-        for part in parts(tensor):
-            seen = self._seen(part, number)
-            if seen is not None:
-                self._roles.append((seen, role, text, module))
+        seen, found = self._seen, self._roles
+        for tensor, role, text, module in entries:
+            for part in parts(tensor):
+                sighting = seen(part, number)
+                if sighting is not None:
+                    found.append((sighting, role, text, module))
 
     def handed(self, tensor: Tensor) -> None:
-        self.mark(tensor, HANDED, "", "", before=True)
+        self.mark([(tensor, HANDED, "", "")], before=True)
 
     def kept(self, tensors: Iterable[Tensor], number: int, by: Keeper) -> None:
         """For the backward pass of one node."""

@@ -7,7 +7,7 @@ when its memory is given up. Tensors are never referred to, and no lifetime chan
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,10 +152,14 @@ class Ledger:
                 if record is not None:
                     record.role, record.role_text = role, text
 
-    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
-        """`before`: if nobody has seen it yet, it was there before the step."""
-        if not within_reach(tensor):
-            return
+    def mark(self, entries: Iterable[tuple[Tensor, str, str, str]], *, before: bool) -> None:
+        """What tensors are for: each with its role, that as a text, and its module. `before`: if
+        nobody has seen it yet, it was there before the step."""
+        for tensor, role, text, module in entries:
+            if within_reach(tensor):
+                self._mark(tensor, role, text, module, before=before)
+
+    def _mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
         if before:
             self.given(tensor, role, text, module)
         else:
