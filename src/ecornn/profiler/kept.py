@@ -116,12 +116,9 @@ class Node(NamedTuple):
 _OWN_KINDS: dict[type, Kind] = {}
 
 
-class Met(NamedTuple):
-    """A node that is visited for the first time."""
-
-    number: int
-    node: Any
-    kind: Kind
+#: A node that is visited for the first time: its number, itself, and its kind. Plain, since a step
+#: has thousands.
+Met = tuple[int, Any, Kind]
 
 
 class Graph:
@@ -155,7 +152,7 @@ class Graph:
             metadata = node.metadata
             if visited not in metadata:
                 metadata[visited] = True
-                found.append(Met(node._sequence_nr(), node, kind))
+                found.append((node._sequence_nr(), node, kind))
                 waiting += [one for one, _ in node.next_functions if one is not None]
         found.sort(key=itemgetter(0))
         return found
