@@ -203,6 +203,7 @@ def test_a_broken_step_is_told_so_far(how: str, from_history: list[LightCollecto
     if how == "no backward pass":
         losses[0].grad_fn.next_functions[0][0](torch.ones(()))
     assert len(collector._marks.said) == said, "nobody speaks afterwards"
+    assert collector._recorder.said == [""]
 
 
 def test_gradients_are_looked_at_once_after_the_outermost_pass(

@@ -74,6 +74,36 @@ def test_an_address_is_lent_again_and_again(marks: Marks) -> None:
     assert lives.records[2].line_text.endswith("me/model.py:42 in forward")
 
 
+def test_nodes_that_are_alike_say_one_text_until_a_number_is_passed() -> None:
+    """What is seen in the midst of a backward pass lies where it lay then, not what came after."""
+    said: list[str] = []
+    marks = Marks(said.append)
+    marks.set(Mark("backward", ""))
+    tanh, add = marks.setter("a", "TanhBackward0"), marks.setter("a", "AddBackward0")
+    assert marks.setter("a", "TanhBackward0") is tanh
+    for hook in (tanh, add, tanh):
+        hook(None)
+    start, first, other, again = said
+    assert first == again != other
+    seen = marks.passed()
+    tanh(None)  # after what was seen, so that it must say a number of its own
+    assert said[-1] not in (first, other, start)
+    events = [event("alloc", 512, 8, again), event("free_requested", 512, 8)]
+    events.append(event("alloc", 512, 8, said[-1]))
+    lives = Lives(History(events, {512: 8}, 0, 0, 512), marks.said, [512])
+    assert lives.times == [("TanhBackward0", "a", "backward")] * 2
+    assert lives.find(512, seen) is lives.records[0]
+    assert lives.find(512, LAST) is lives.records[1]
+    assert marks.setter("a", "TanhBackward0") is not tanh
+
+
+def test_what_is_seen_in_a_node_leaves_its_mark() -> None:
+    marks = Marks(lambda _: None)
+    marks.setter("a", "TanhBackward0")(None)
+    marks.passed()
+    assert list(marks.said.values())[-1] == (marks.last, Mark("backward", "a", "TanhBackward0"))
+
+
 def test_numbers_of_an_earlier_profile_mean_nothing() -> None:
     first = Marks(lambda _: None)
     first.set(Mark("backward", "old", "TanhBackward0"))
@@ -161,7 +191,7 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
     device = torch.device("cpu")
     seen = Sightings(device, marks.passed)
     weight, part = torch.zeros(4), torch.zeros(8)[2:5]
-    seen.mark(weight, "weights", "the parameter w", "layer", before=True)
+    seen.mark([(weight, "weights", "the parameter w", "layer")], before=True)
     seen.begin()
     marks.set(Mark("forward", "layer"))
     number = marks.last

@@ -24,6 +24,7 @@ from ecornn.profiler.places import line_text
 from ecornn.profiler.storages import Record
 
 _NUMBER = {kind: number for number, kind in enumerate(TENSORS)}
+_KEPT, _MADE = _NUMBER["feature maps"], _NUMBER["workspace"]
 
 
 def assemble(seen: Observation, error: BaseException | None) -> MemoryReport:
@@ -122,10 +123,13 @@ class _Sums:
     def __init__(self, records: Sequence[Record], length: int, *, in_blocks: bool) -> None:
         self._records, self._length = records, length
         self._born = np.asarray([one.born for one in records], np.int64)
-        ends = [length if one.freed is None else min(one.freed, length) for one in records]
-        self._freed = np.asarray(ends, np.int64)
+        ends = [length if one.freed is None else one.freed for one in records]
+        self._freed = np.minimum(np.asarray(ends, np.int64), length)
         self._bytes = np.asarray([one.bytes for one in records], np.int64)
-        self._kinds = np.asarray([_NUMBER[kind_of(one)] for one in records], np.int64)
+        self._kinds = np.asarray(
+            [_NUMBER[one.role] if one.role else _KEPT if one.kept_by else _MADE for one in records],
+            np.int64,
+        )
         padding = -self._bytes % BLOCK if in_blocks else np.zeros_like(self._bytes)
         self.padding = self._over_time(padding)
 
@@ -146,8 +150,8 @@ class _Sums:
     def rows(self, time: int) -> list[Row]:
         """By module and kind."""
         found: dict[tuple[str, str], list[int]] = {}
-        for i in np.flatnonzero((self._born <= time) & (time < self._freed)):
-            one = self._records[int(i)]
+        for i in np.flatnonzero((self._born <= time) & (time < self._freed)).tolist():
+            one = self._records[i]
             if one.bytes:
                 found.setdefault((one.module, kind_of(one)), []).append(one.bytes)
         return [Row(*key, sum(sizes), len(sizes)) for key, sizes in found.items()]

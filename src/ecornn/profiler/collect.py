@@ -90,7 +90,7 @@ class Collector(TorchDispatchMode):
         """`every`: so many operators at most are between two readings of a GPU's allocator."""
         super().__init__()
         self.ledger = Ledger(device)
-        self.graph = Graph(self._kept)
+        self.graph = Graph()
         #: At each time from 1: operator, module, phase.
         self.times: list[tuple[str, str, str]] = []
         #: Writes down the forward pass, where that was asked for.
@@ -151,14 +151,15 @@ class Collector(TorchDispatchMode):
     def _backward_starts(self, roots: list[Any]) -> None:
         self.saw_backward = True
         self._makers.pass_starts()
-        self.graph.visit(roots, self._makers.of_running())
+        self._read(roots, self._makers.of_running())
 
     def stop(self, *, failed: bool) -> None:
         """Leave nothing behind, whatever state the step was left in."""
         try:
             self.__exit__(None, None, None)
             if failed or not self.saw_backward:
-                self.graph.visit_what_is_alive(self._makers)
+                maker = self._makers.of_running()
+                self._read(self.graph.alive(self._makers, maker), maker)
             self._roles.close()
             if self.allocator is not None:
                 self.allocator.read(self.ledger.clock, self.ledger.bytes_alive)
@@ -266,7 +267,7 @@ class Collector(TorchDispatchMode):
         if node is not None and not (running and torch.is_grad_enabled()):
             maker, number = self._makers.of_running(), node._sequence_nr()
             if not self.graph.visited(node):
-                self.graph.visit([node], maker)
+                self._read([node], maker)
             found = self._origins.get((maker, number))
             return (module, None, "backward") if found is None else (found[0], found[2], "backward")
         line = None
@@ -281,6 +282,10 @@ class Collector(TorchDispatchMode):
         if node is not None:
             return module, line, "backward"
         return module, line, "optimizer" if self._roles.stepping and not running else "forward"
+
+    def _read(self, roots: list[Any], maker: int) -> None:
+        for found, tensors in self.graph.visit(roots, maker):
+            self._kept(found, tensors)
 
     def _kept(self, found: Node, tensors: list[Tensor]) -> None:
         """`tensors` are kept for the backward pass of a node."""

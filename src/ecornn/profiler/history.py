@@ -89,10 +89,11 @@ def hush(say: Callable[[str], None], device: torch.device) -> None:
         torch.enable_grad(),
         _disable_current_modes(),
     ):
-        number = torch.zeros((), device=device, requires_grad=True) * 1
-        assert number.grad_fn is not None
-        number.grad_fn.register_prehook(lambda _: say(""))
-        number.backward()
+        number = torch.zeros((), device=device, requires_grad=True)
+        seen = number.view_as(number)  # a node that runs nothing on the device
+        assert seen.grad_fn is not None
+        seen.grad_fn.register_prehook(lambda _: say(""))
+        seen.backward(number.detach())
 
 
 class Recorder:

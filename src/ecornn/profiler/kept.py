@@ -7,7 +7,7 @@ own check of tensors that were overwritten stay as they are.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from operator import itemgetter
 from threading import RLock
@@ -111,25 +111,37 @@ class Node(NamedTuple):
     node: Any
 
 
+#: What is known of the classes of autograd's own nodes, which are there for good. Those of the
+#: program's functions are each graph's, and go with it.
+_OWN_KINDS: dict[type, Kind] = {}
+
+
+#: A node that is visited for the first time: its number, itself, and its kind. Plain, since a step
+#: has thousands.
+Met = tuple[int, Any, Kind]
+
+
 class Graph:
     """Visits each node once, however often it is met."""
 
-    def __init__(
-        self,
-        tell: Callable[[Node, list[Tensor]], None],
-        met: Callable[[Node], None] | None = None,
-    ) -> None:
-        """`tell`: of a node and what it keeps; `met`: of every node."""
-        self._tell, self._met = tell, met
+    def __init__(self) -> None:
         #: In the metadata of each node that was visited: numbers are each thread's own, and nothing
         #: here may hold on to a node.
         self._visited = object()
-        self._kinds: dict[type, Kind] = {}
+        self._kinds = dict(_OWN_KINDS)
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
 
-    def visit(self, roots: Iterable[Any], maker: int) -> None:
-        """Everything that `roots` lead to, all made by one thread, and that was not visited."""
+    def visit(self, roots: Iterable[Any], maker: int) -> Iterator[tuple[Node, list[Tensor]]]:
+        """Of everything that `roots` lead to, all made by one thread, and that was not visited: the
+        nodes that keep tensors, and these."""
+        for number, node, kind in self.unvisited(roots):
+            tensors = self.saved(node, kind)
+            if tensors:
+                yield Node(maker, number, kind.name or name_of(node), node), tensors
+
+    def unvisited(self, roots: Iterable[Any]) -> list[Met]:
+        """All of them, in the order of the forward pass; now they are visited."""
         waiting, found = [node for node in roots if node is not None], []
         visited, kinds = self._visited, self._kinds
         while waiting:
@@ -142,15 +154,8 @@ class Graph:
                 metadata[visited] = True
                 found.append((node._sequence_nr(), node, kind))
                 waiting += [one for one, _ in node.next_functions if one is not None]
-        # In the order of the forward pass.
-        for number, node, kind in sorted(found, key=itemgetter(0)):
-            known = Node(maker, number, kind.name or name_of(node), node)
-            if self._met is not None:
-                self._met(known)
-            if kind.saved or kind.has_others:
-                tensors = self._saved(node, kind)
-                if tensors:
-                    self._tell(known, tensors)
+        found.sort(key=itemgetter(0))
+        return found
 
     def _learn(self, node: Any) -> Kind:
         saved = tuple(name for name in dir(node) if name.startswith(_RAW))
@@ -164,43 +169,41 @@ class Graph:
             hasattr(node, "__dict__"),
         )
         self._kinds[type(node)] = kind
+        if not kind.has_others:
+            _OWN_KINDS[type(node)] = kind
         return kind
 
     def visited(self, node: Any) -> bool:
         return self._visited in node.metadata
 
-    def visit_what_is_alive(self, makers: Makers) -> None:
+    def alive(self, makers: Makers, maker: int) -> list[Any]:
         """From every result that a node of the step made: where no backward pass has shown the
         graph's end."""
         roots = [one.grad_fn for one in tensors_alive() if one.grad_fn is not None]
-        maker = makers.of_running()
-        self.visit([one for one in roots if makers.of_this_step(maker, one._sequence_nr())], maker)
+        return [one for one in roots if makers.of_this_step(maker, one._sequence_nr())]
 
-    def _saved(self, node: Any, kind: Kind) -> list[Tensor]:
+    def saved(self, node: Any, kind: Kind) -> list[Tensor]:
+        """What it keeps, without the program's own unpacking, which may run a forward pass."""
         found: list[Tensor] = []
         for name in kind.saved:
             try:
                 saved = getattr(node, name)
             except RuntimeError:
                 continue  # given up already
-            if type(saved) in _SEVERAL:
-                for one in saved:
-                    self._unpack(one, found)
-            elif saved is not None:
-                self._unpack(saved, found)
-        # Functions of the program may also keep tensors as attributes of their context.
-        for value in vars(node).values() if kind.has_others else ():
-            several = value if type(value) in _SEVERAL else (value,)
-            found += [one for one in several if isinstance(one, Tensor)]
+            if saved is None:
+                continue
+            for one in saved if type(saved) in _SEVERAL else (saved,):
+                tensor = one.data if one is not None else None
+                if isinstance(tensor, Tensor):
+                    found.append(tensor)
+                elif one is not None and getattr(one, "unpack_hook", None) is not None:
+                    self.packed += 1
+        if kind.has_others:
+            # Functions of the program may also keep tensors as attributes of their context.
+            for value in vars(node).values():
+                several = value if type(value) in _SEVERAL else (value,)
+                found += [one for one in several if isinstance(one, Tensor)]
         return found
-
-    def _unpack(self, saved: Any, found: list[Tensor]) -> None:
-        """Without the program's own unpacking, which may run a whole forward pass."""
-        tensor = saved.data if saved is not None else None
-        if isinstance(tensor, Tensor):
-            found.append(tensor)
-        elif saved is not None and getattr(saved, "unpack_hook", None) is not None:
-            self.packed += 1
 
 
 def name_of(node: Any) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ecornn.profiler import (
@@ -64,7 +64,7 @@ class LightCollector:
         self._device, self._recorder = device, recorder
         self._marks = Marks(recorder.say)
         self.sightings = Sightings(device, self._marks.passed)
-        self.graph = Graph(self._kept, self._met)
+        self.graph = Graph()
         self._compiled = CompiledGraphs(model)
         # States are mostly written in place, and gradients stay: what is seen of them afterwards is
         # what was before. Each look takes as long as an operator of a small model.
@@ -114,7 +114,8 @@ class LightCollector:
         try:
             if failed or not self._saw_backward:
                 self._number = self._marks.passed()
-                self.graph.visit_what_is_alive(self._makers)
+                maker = self._makers.of_running()
+                self._read(self.graph.alive(self._makers, maker), maker)
             self._history = self._recorder.stop()
             self.sightings.end()
             self._roles.close()
@@ -131,6 +132,7 @@ class LightCollector:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._marks.close()
         self.sightings.end()
         self._recorder.close()
         if started is not None:  # autograd has a thread for every device, and each has spoken
@@ -164,21 +166,18 @@ class LightCollector:
         if running:
             mark = Mark("forward" if node is None else "backward", running[-1])
         elif node is not None:
-            mark = self._mark_of(self._makers.of_running(), node._sequence_nr(), name_of(node))
+            module = self._calls.at(self._makers.of_running(), node._sequence_nr())
+            mark = Mark("backward", module, name_of(node))
         else:
             mark = Mark("optimizer" if self._roles.stepping else "forward", "")
         self._marks.set(mark)
-
-    def _mark_of(self, maker: int, number: int, name: str) -> Mark:
-        """Of what a node differentiates."""
-        return Mark("backward", self._calls.at(maker, number), name)
 
     def _backward_starts(self, roots: list[Any]) -> None:
         self._saw_backward = True
         self._number = self._marks.passed()
         self._makers.pass_starts()
-        self.graph.visit(roots, self._makers.of_running())
         self._marks.set(Mark("backward", ""))
+        self._read(roots, self._makers.of_running())
 
     def _backward_ended(self) -> None:
         self._makers.pass_ends()
@@ -188,29 +187,33 @@ class LightCollector:
                 self._roles.gradients()
         self._moved()
 
-    def _met(self, found: Node) -> None:
-        """Have it say when it runs."""
-        if found.name in QUIET:
-            return
-        mark, say = self._mark_of(found.maker, found.number, found.name), self._marks.set
+    def _read(self, roots: list[Any], maker: int) -> None:
+        """Have each node say when it runs, and tell what it keeps. A step has thousands."""
+        at, setter, saved, kept = (
+            self._calls.at,
+            self._marks.setter,
+            self.graph.saved,
+            self.sightings.kept,
+        )
+        for number, node, kind in self.graph.unvisited(roots):
+            name = kind.name or name_of(node)
+            module = at(maker, number)
+            if name not in QUIET:
+                self._handles.append(node.register_prehook(setter(module, name)))
+            tensors = saved(node, kind)
+            if tensors:
+                keeper = self._keeper(Node(maker, number, name, node), module)
+                kept(tensors, self._number, keeper)
 
-        def hook(_gradients: Any) -> None:
-            say(mark)
-
-        self._handles.append(found.node.register_prehook(hook))
-
-    def _kept(self, found: Node, tensors: list[Tensor]) -> None:
-        """`tensors` are kept for the backward pass of a node."""
+    def _keeper(self, found: Node, module: str) -> Keeper:
         maker, number, name, node = found
-        module = self._calls.at(maker, number)
-        operator, values = operator_of(name), {}
+        of_this_step = self._makers.of_this_step(maker, number)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            operator = name.removesuffix("Backward")
+            operator, values = name.removesuffix("Backward"), {}
             if is_compiled(node):
                 operator, values = COMPILED, self._values_of(found, module)
-        by = f"{module}: {operator}" if module else operator
-        keeper = Keeper(by, self._makers.of_this_step(maker, number), values)
-        self.sightings.kept(tensors, self._number, keeper)
+            return Keeper(_by(module, operator), of_this_step, values)
+        return known_keeper(module, name, of_this_step)
 
     def _values_of(self, found: Node, module: str) -> dict[int, Value]:
         key = found.maker, found.number
@@ -219,6 +222,16 @@ class LightCollector:
             values = self._saved_values[key] = self._compiled.saved_by(found.node, module)
             self._unread += not values
         return values
+
+
+def _by(module: str, operator: str) -> str:
+    return f"{module}: {operator}" if module else operator
+
+
+@lru_cache(maxsize=4096)
+def known_keeper(module: str, node: str, of_this_step: bool) -> Keeper:
+    """Of a node of autograd's own: a layer that is called often has many that are alike."""
+    return Keeper(_by(module, operator_of(node)), of_this_step, {})
 
 
 @cache

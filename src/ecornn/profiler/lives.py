@@ -45,6 +45,9 @@ class Marks:
         #: By the text of the number.
         self.said: dict[str, tuple[int, Mark]] = {}
         self._now, self.last = NOTHING, next(self._next)
+        #: Those that were made since that number was set.
+        self._setters: dict[tuple[str, str], Callable[[Any], None]] = {}
+        self._made_at = FIRST
 
     def set(self, mark: Mark) -> None:
         self._now = mark
@@ -58,6 +61,36 @@ class Marks:
         number = self.last
         self.set(self._now)
         return number
+
+    def setter(self, module: str, node: str) -> Callable[[Any], None]:
+        """A hook for nodes of the backward pass: one for all that are alike, since a step has
+        thousands. As long as no number was passed since it was made, it says one text over and
+        over, which takes about half the time that a new number does."""
+        if self._made_at != self.last:
+            self._setters.clear()
+            self._made_at = self.last
+        key = (module, node)
+        found = self._setters.get(key)
+        if found is None:
+            found = self._setters[key] = self._make_setter(Mark("backward", module, node))
+        return found
+
+    def _make_setter(self, mark: Mark) -> Callable[[Any], None]:
+        number, text, say = self.last, str(next(self._next)), self._say
+        self.said[text] = (number, mark)
+
+        def setter(_gradients: Any) -> None:
+            if self.last == number:
+                self._now = mark
+                say(text)
+            else:
+                self.set(mark)
+
+        return setter
+
+    def close(self) -> None:
+        """Hooks hold on to this, and this must not hold on to them."""
+        self._setters.clear()
 
 
 class Lives:
@@ -153,26 +186,32 @@ class Lives:
 
 
 class Places:
-    """Each file and line is looked at once."""
+    """Each frame is looked at once: torch makes one of all that are alike, and they live as long as
+    the history does."""
 
     def __init__(self) -> None:
-        self._functions: dict[tuple[str, str], str] = {}
-        self._lines: dict[tuple[str, int], str] = {}
+        #: By the identity of a frame; lines are None in files that are passed over.
+        self._functions: dict[int, str] = {}
+        self._lines: dict[int, str | None] = {}
 
     def of(self, frames: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         """The function that took the memory, such as "functional.relu", and the innermost line
         outside of torch and of this package's layers."""
-        first = (frames[0]["filename"], frames[0]["name"])
-        function = self._functions.get(first)
+        first = frames[0]
+        function = self._functions.get(id(first))
         if function is None:
-            function = f"{Path(first[0]).stem}.{first[1]}"
-            self._functions[first] = function
+            function = f"{Path(first['filename']).stem}.{first['name']}"
+            self._functions[id(first)] = function
+        lines = self._lines
         for frame in frames:
-            file = frame["filename"]
-            if not passed_over_file(file):
-                key = (file, frame["line"])
-                line = self._lines.get(key)
-                if line is None:
-                    line = self._lines[key] = file_line(*key, frame["name"])
+            line = lines.get(id(frame), "")
+            if line == "":
+                line = lines[id(frame)] = _line_of(frame)
+            if line is not None:
                 return function, line
         return function, ""
+
+
+def _line_of(frame: Mapping[str, Any]) -> str | None:
+    file = frame["filename"]
+    return None if passed_over_file(file) else file_line(file, frame["line"], frame["name"])

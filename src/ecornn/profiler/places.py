@@ -129,11 +129,12 @@ class Calls:
         model: nn.Module,
         makers: Makers,
         entered: Callable[[Iterable[Any]], None],
-        moved: Callable[[], None] = lambda: None,
+        moved: Callable[[], None] | None = None,
     ) -> None:
         """`entered` is told what a module is called with while no other one is running; `moved`
         that another one is the innermost."""
-        self._makers, self._entered, self._moved = makers, entered, moved
+        self._makers, self._entered = makers, entered
+        self._moved = _nothing if moved is None else moved
         #: Read by the collector at every operator.
         self.running: list[str] = []
         #: By thread, whenever that changes: the number of the next node of autograd's, and the
@@ -204,6 +205,14 @@ class Calls:
                 resume, given = inner.throw, error
 
     def close(self) -> None:
+        """A generator that goes on later tells nobody of it."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._moved, self._entered = _nothing, _ignore
+
+
+def _nothing() -> None: ...
+
+
+def _ignore(_given: Iterable[Any]) -> None: ...

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -18,10 +18,32 @@ from ecornn.profiler.operators import tensors_in
 OUTSIDE = "a parameter outside of the model"
 
 
+class Named(NamedTuple):
+    """A parameter, and what it and its gradient are."""
+
+    name: str
+    module: str
+    weight: str
+    gradient: str
+
+
+def _named(name: str) -> Named:
+    return Named(name, _owner(name), f"the parameter {name}", f"the gradient of {name}")
+
+
+_STRANGER = Named(OUTSIDE, "", OUTSIDE, f"the gradient of {OUTSIDE}")
+
+
+#: A tensor, what it is for, that as a text, and the module it belongs to.
+Entry = tuple[Tensor, str, str, str]
+
+
 class Book(Protocol):
     """Where it is written down what a tensor's storage is for."""
 
-    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None: ...
+    def mark(self, entries: Sequence[Entry], *, before: bool) -> None:
+        """`before`: what nobody has seen yet was there before the step."""
+        ...
 
     def handed(self, tensor: Tensor) -> None: ...
 
@@ -34,19 +56,20 @@ class Roles:
         book: Book,
         model: nn.Module,
         optimizers: Iterable[Optimizer],
-        moved: Callable[[], None] = lambda: None,
+        moved: Callable[[], None] | None = None,
         *,
         at_every_chance: bool = True,
     ) -> None:
         """`moved` is told that an optimizer's step begins or ends. `at_every_chance`: optimizers'
         states are looked at before the step as well as after it, and each gradient when it is
         made; else gradients after a backward pass, unless somebody may take them away in it."""
-        self._book, self._model, self._moved = book, model, moved
+        self._book, self._model = book, model
+        self._moved = _nothing if moved is None else moved
         self._optimizers: list[Optimizer] = []
         #: How many optimizers are inside `step`.
         self.stepping = 0
-        #: By the identity of a parameter: its name, and the module's path.
-        self.names: dict[int, tuple[str, str]] = {}
+        #: By the identity of a parameter.
+        self._names: dict[int, Named] = {}
         self._weights(before=True)
         for optimizer in optimizers:
             self._add(optimizer, before=True, states=at_every_chance)
@@ -68,51 +91,60 @@ class Roles:
     def _watch(self, parameter: Tensor) -> None:
         # One without memory yet takes no hook: its gradient is seen when the step ends.
         if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
-            hook: Callable[[Tensor], None] = self._gradient
+            hook: Callable[[Tensor], None] = self._made
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _weights(self, *, before: bool = False) -> None:
-        mark = self._book.mark
+        entries: list[Entry] = []
         for name, parameter in self._model.named_parameters():
-            owner = _owner(name)
-            self.names[id(parameter)] = (name, owner)
-            mark(parameter, "weights", f"the parameter {name}", owner, before=before)
-            self._gradient(parameter, before=before)
+            known = self._names.get(id(parameter))
+            if known is None or known.name != name:
+                known = self._names[id(parameter)] = _named(name)
+            entries.append((parameter, "weights", known.weight, known.module))
+            gradient = parameter.grad
+            if gradient is not None:
+                entries.append((gradient, "gradients", known.gradient, known.module))
         for name, buffer in self._model.named_buffers():
-            mark(buffer, "weights", f"the buffer {name}", _owner(name), before=before)
+            entries.append((buffer, "weights", f"the buffer {name}", _owner(name)))
+        self._book.mark(entries, before=before)
 
-    def _gradient(self, parameter: Tensor, *, before: bool = False) -> None:
-        gradient = parameter.grad
-        if gradient is not None:
-            name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
-            text = f"the gradient of {name}"
-            self._book.mark(gradient, "gradients", text, owner, before=before)
+    def _gradients(self, parameters: Iterable[Tensor]) -> list[Entry]:
+        found: list[Entry] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                known = self._names.get(id(parameter), _STRANGER)
+                found.append((gradient, "gradients", known.gradient, known.module))
+        return found
+
+    def _made(self, parameter: Tensor) -> None:
+        """A gradient."""
+        self._book.mark(self._gradients([parameter]), before=False)
 
     def gradients(self) -> None:
         """A backward pass has ended."""
-        for parameter in self._parameters():
-            self._gradient(parameter)
+        self._book.mark(self._gradients(self._parameters()), before=False)
 
     def _add(self, optimizer: Optimizer, *, before: bool = False, states: bool = True) -> None:
         if not any(one is optimizer for one in self._optimizers):
             self._optimizers.append(optimizer)
+        entries: list[Entry] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in self.names:
-                    self._book.mark(parameter, "weights", OUTSIDE, "", before=before)
-                    self._gradient(parameter, before=before)
+                if id(parameter) not in self._names:
+                    entries.append((parameter, "weights", OUTSIDE, ""))
+                    entries += self._gradients([parameter])
                 state = optimizer.state.get(parameter) if states else None
                 if state:
-                    self._state(parameter, state, before=before)
+                    entries += self._state(parameter, state)
+        self._book.mark(entries, before=before)
 
-    def _state(self, parameter: Tensor, state: Any, *, before: bool) -> None:
-        name, owner = self.names.get(id(parameter), (OUTSIDE, ""))
+    def _state(self, parameter: Tensor, state: Any) -> Iterator[Entry]:
+        known = self._names.get(id(parameter), _STRANGER)
         for key, value in state.items():
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, Tensor):
-                    self._book.mark(
-                        one, "optimizer state", f"{key} of {name}", owner, before=before
-                    )
+                    yield one, "optimizer state", f"{key} of {known.name}", known.module
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not any(one is optimizer for one in self._optimizers):
@@ -141,6 +173,10 @@ class Roles:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._moved = _nothing
+
+
+def _nothing() -> None: ...
 
 
 def _is_hooked(parameter: Tensor) -> bool:

@@ -7,7 +7,7 @@ it is written down by the address of its storage and the number that the marks h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from ecornn.profiler.compiled import Value
 from ecornn.profiler.lives import FIRST, Lives
 from ecornn.profiler.operators import COMPILED
+from ecornn.profiler.roles import Entry
 from ecornn.profiler.storages import Record, parts
 
 #: After all that is recorded.
@@ -24,14 +25,10 @@ LAST = 1 << 62
 HANDED = "handed"
 
 
-class Sighting(NamedTuple):
-    """A storage that was seen. `number`: which one of those at its address."""
-
-    number: int
-    address: int
-    #: Of the tensor; None for nested ones.
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype
+#: A storage that was seen: a number that tells which one of those at its address, that address, and
+#: the tensor's shape, None for nested ones, and dtype. Thousands are made: plain ones take a third
+#: of the time of those with names.
+Sighting = tuple[int, int, tuple[int, ...] | None, torch.dtype]
 
 
 class Keeper(NamedTuple):
@@ -71,35 +68,34 @@ class Sightings:
     def end(self) -> None:
         self.recording = False
 
-    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
+    def mark(self, entries: Sequence[Entry], *, before: bool) -> None:
         """`before` or not: an allocation tells itself when it was made."""
-        self._marked(tensor, role, text, module)
+        if not entries:
+            return
+        number = self._number
+        if number is None:
+            number = self._now() if self.recording else LAST if self._began else FIRST
+        seen, found = self._seen, self._roles
+        for tensor, role, text, module in entries:
+            for part in parts(tensor):
+                sighting = seen(part, number)
+                if sighting is not None:
+                    found.append((sighting, role, text, module))
 
     def handed(self, tensor: Tensor) -> None:
-        self._marked(tensor, HANDED, "", "")
+        self.mark([(tensor, HANDED, "", "")], before=True)
 
     def kept(self, tensors: Iterable[Tensor], number: int, by: Keeper) -> None:
         """For the backward pass of one node."""
         known, text = self._kept_at.setdefault(number, set()), by.text
         for tensor in tensors:
             for part in parts(tensor):
-                key = (address_of(part), text)
+                seen = self._seen(part, number)
                 # weights and states are kept by one operator over and over
-                if key not in known:
-                    known.add(key)
-                    seen = self._seen(part, number)
-                    if seen is not None:
-                        value = by.values.get(part.untyped_storage()._cdata) if by.values else None
-                        self._kept.append((seen, by, value))
-
-    def _marked(self, tensor: Tensor, role: str, text: str, module: str) -> None:
-        number = self._number
-        if number is None:
-            number = self._now() if self.recording else LAST if self._began else FIRST
-        for part in parts(tensor):
-            seen = self._seen(part, number)
-            if seen is not None:
-                self._roles.append((seen, role, text, module))
+                if seen is not None and (seen[1], text) not in known:
+                    known.add((seen[1], text))
+                    value = by.values.get(part.untyped_storage()._cdata) if by.values else None
+                    self._kept.append((seen, by, value))
 
     def _seen(self, part: Tensor, number: int) -> Sighting | None:
         """Of a tensor with a storage that can be reached and is on the device."""
@@ -109,34 +105,40 @@ class Sightings:
         address = address_of(part)
         if not address:
             return None
-        shape: tuple[int, ...] | None = None if part.is_nested else part.shape
-        return Sighting(number, address, shape, part.dtype)
+        return number, address, None if part.is_nested else part.shape, part.dtype
 
     @property
     def addresses(self) -> set[int]:
-        seen = [one[0] for one in self._roles] + [one[0] for one in self._kept]
-        return {one.address for one in seen}
+        """Of all that were seen."""
+        found = {address for (_, address, _, _), *_ in self._kept}
+        found.update([address for (_, address, _, _), *_ in self._roles])
+        return found
 
     def apply(self, lives: Lives) -> None:
         """To the records of the allocations."""
         told: dict[int, Record] = {}
-        for seen, role, text, module in self._roles:
-            record = lives.find(seen.address, seen.number)
+        find = lives.find
+        for (number, address, shape, dtype), role, text, module in self._roles:
+            record = find(address, number)
             if record is None:
                 continue  # in memory that the allocator does not count
-            told.setdefault(id(record), record)
-            _describe(record, seen)
+            if not record.born:
+                told.setdefault(id(record), record)
+            if record.dtype is None:
+                _describe(record, shape, dtype)
             if role is HANDED:
                 record.was_handed_over()
             else:
                 record.take_role(role, text, module)
-        for seen, by, value in self._kept:
-            record = lives.find(seen.address, seen.number)
+        for (number, address, shape, dtype), by, value in self._kept:
+            record = find(address, number)
             if record is not None:
-                told.setdefault(id(record), record)
-                _describe(record, seen)
+                if not record.born:
+                    told.setdefault(id(record), record)
+                if record.dtype is None:
+                    _describe(record, shape, dtype)
                 _keep(record, by, value)
-        lives.in_order(record for record in told.values() if not record.born)
+        lives.in_order(told.values())
         for record in lives.records:
             if record.born:
                 break  # they come first
@@ -148,17 +150,16 @@ def address_of(part: Tensor) -> int:
     """Of its storage; 0 if that is empty, or out of reach as of tensors in torch.func. Not by the
     storage itself: its Python object would stay with it, and cost as much again when it dies."""
     try:
-        return part.data_ptr() - int(part.storage_offset()) * part.element_size()
+        offset = part.storage_offset()  # of most it is 0
+        return part.data_ptr() - int(offset) * part.element_size() if offset else part.data_ptr()
     except RuntimeError:
         return 0
 
 
-def _describe(record: Record, seen: Sighting) -> None:
+def _describe(record: Record, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
     """By a tensor that fills it."""
-    if record.dtype is not None or seen.shape is None:
-        return
-    if math.prod(seen.shape) * seen.dtype.itemsize == record.bytes:
-        record.shape, record.dtype = seen.shape, seen.dtype
+    if shape is not None and math.prod(shape) * dtype.itemsize == record.bytes:
+        record.shape, record.dtype = shape, dtype
 
 
 def _keep(record: Record, by: Keeper, value: Value | None) -> None:

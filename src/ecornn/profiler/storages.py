@@ -7,7 +7,7 @@ when its memory is given up. Tensors are never referred to, and no lifetime chan
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ _COMPRESSED = {
 STRIDED = torch.strided
 #: A storage that has two roles is counted under the first.
 ROLES = ("weights", "optimizer state", "gradients", "inputs", "other", "")
+_RANK = {role: rank for rank, role in enumerate(ROLES)}
 #: Of these a tensor is itself what has the storage, unless it is sparse.
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -87,7 +88,7 @@ class Record:
 
     def take_role(self, role: str, text: str, module: str) -> None:
         # Tied weights stand under their first name.
-        if ROLES.index(role) < ROLES.index(self.role) or not self.role_text:
+        if _RANK[role] < _RANK[self.role] or not self.role_text:
             self.role, self.role_text, self.module = role, text, module
 
     def was_handed_over(self) -> None:
@@ -151,10 +152,14 @@ class Ledger:
                 if record is not None:
                     record.role, record.role_text = role, text
 
-    def mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
-        """`before`: if nobody has seen it yet, it was there before the step."""
-        if not within_reach(tensor):
-            return
+    def mark(self, entries: Iterable[tuple[Tensor, str, str, str]], *, before: bool) -> None:
+        """What tensors are for: each with its role, that as a text, and its module. `before`: if
+        nobody has seen it yet, it was there before the step."""
+        for tensor, role, text, module in entries:
+            if within_reach(tensor):
+                self._mark(tensor, role, text, module, before=before)
+
+    def _mark(self, tensor: Tensor, role: str, text: str, module: str, *, before: bool) -> None:
         if before:
             self.given(tensor, role, text, module)
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,12 @@ from ecornn.bench.models.step import make_step
 from ecornn.bench.profiling import record as recording
 from ecornn.bench.profiling.cases import CASES, profile_cases
 from ecornn.bench.profiling.finding import finding
-from ecornn.bench.profiling.measure import EFFORTS, Measurement
+from ecornn.bench.profiling.measure import EFFORTS, Measurement, Timed, in_turns
 from ecornn.bench.profiling.record import check_room, record
 from ecornn.bench.profiling.search import search
 from ecornn.bench.profiling.worker import serve
 from ecornn.bench.results import read, read_case
+from ecornn.bench.timing import Timing
 from ecornn.bench.training.memory import GIB
 from ecornn.bench.training.schedule import Limits
 from ecornn.cli.app import app
@@ -91,6 +94,32 @@ def test_figures_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "peak_bytes" in told[0]["so_far"]
     assert "largest_within" not in told[2]["so_far"], "each part is told when it is done"
     assert "largest_within" in told[3]["so_far"]
+
+
+def test_a_slow_minute_slows_all_that_is_timed() -> None:
+    """And each comes first in turn, after the next-to-last of the round before."""
+    done: list[str] = []
+    around: list[str] = []
+
+    class SlowAtFirst:
+        def measure(self, call: Callable[[], object], repeats: int) -> float:
+            call()
+            return 2.0 if len(done) <= 8 else 1.0
+
+    @contextmanager
+    def observed() -> Iterator[None]:
+        around.append("in")
+        yield
+        around.append("out")
+
+    kinds = {
+        "alone": Timed(lambda: done.append("alone")),
+        "under": Timed(lambda: done.append("under"), around=observed),
+    }
+    found = in_turns(kinds, SlowAtFirst(), rounds=5)
+    assert done == ["under", "alone", *["alone", "under", "under", "alone"] * 2, "alone", "under"]
+    assert around == ["in", "out"] * 6
+    assert found["alone"] == found["under"] == Timing(2.0, 1.0)
 
 
 def test_the_places_of_attention_and_recurrent_layers_are_found() -> None:

@@ -7,8 +7,8 @@ time. Every figure stands beside the same one of a step that nobody observes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,13 @@ from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.profiling.alive import Alive, held_by
 from ecornn.bench.profiling.finding import Figures, finding
 from ecornn.bench.profiling.search import search
-from ecornn.bench.timing import clock_for, garbage_collected_before, summarize
+from ecornn.bench.timing import (
+    Clock,
+    Timing,
+    clock_for,
+    garbage_collected_before,
+    summarize,
+)
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.measure import first_line, out_of_memory
 from ecornn.bench.training.memory import GIB, collect, limited_to, peak_bytes
@@ -182,23 +188,48 @@ class Measurement:
         return True
 
     def measure(self) -> None:
-        """The same step before the profiler was ever used on it, under it, and after it."""
-        step = self._step()
-        self._timed("step_ms", step)
-        self._timed("profile_ms", lambda: profile(step, step.model, step.optimizer))
-        self._timed("observed_ms", step, lambda: profile(model=step.model))
-        self._timed("after_ms", step)
+        """A step of a model that the profiler was never used on, one under it and one after it.
 
-    def _timed(
-        self, name: str, call: Callable[[], Any], around: Callable[[], Any] = nullcontext
-    ) -> None:
-        """`around`: what the call is inside of, without being timed."""
-        clock = clock_for(self.device)
-        seconds = []
-        call()
+        All in turns: a host may be twice as slow for some seconds as for the next, and of a model
+        that waits for its host one kind would be measured then, and another now. So two models are
+        made, alike, and one of them is never profiled."""
+        alone, step = self._step(), self._step()
+        found = in_turns(
+            {
+                "step_ms": Timed(alone),
+                "profile_ms": Timed(lambda: profile(step, step.model, step.optimizer)),
+                "after_ms": Timed(step),
+                "observed_ms": Timed(step, around=lambda: profile(model=step.model)),
+            },
+            clock_for(self.device),
+            self.effort.rounds,
+        )
+        for name, one in found.items():
+            self.metrics |= {name: one.median_s * 1e3, f"{name}_spread": one.spread_s * 1e3}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """`around`: what the call is inside of, without being timed."""
+
+    call: Callable[[], Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def seconds(self, clock: Clock) -> float:
+        with self.around():
+            return clock.measure(self.call, 1)
+
+
+def in_turns(kinds: Mapping[str, Timed], clock: Clock, rounds: int) -> dict[str, Timing]:
+    """Each once a round, in their order, each round starting with the next one; a round before that
+    is not counted."""
+    names = list(kinds)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds + 1):
+        first = (i - 1) % len(names)
         with garbage_collected_before():
-            for _ in range(self.effort.rounds):
-                with around():
-                    seconds.append(clock.measure(call, 1))
-        found = summarize(seconds)
-        self.metrics |= {name: found.median_s * 1e3, f"{name}_spread": found.spread_s * 1e3}
+            for name in (*names[first:], *names[:first]):
+                taken = kinds[name].seconds(clock)
+                if i:
+                    seconds[name].append(taken)
+    return {name: summarize(found) for name, found in seconds.items()}

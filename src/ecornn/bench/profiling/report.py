@@ -125,12 +125,12 @@ TABLES: dict[str, tuple[tuple[str, Cell], ...]] = {
         ("off", _off("predicted_running_batch", "largest_batch", "{:+.1%}")),
     ),
     "Milliseconds a step, median ± distance between the quartiles": (
-        ("before", _time("step_ms")),
+        ("alone", _time("step_ms")),
         ("observed", _time("observed_ms")),
         ("with the report", _time("profile_ms")),
-        ("÷ before", _over("profile_ms", "step_ms", "{:.2f}×")),
+        ("÷ alone", _over("profile_ms", "step_ms", "{:.2f}×")),
         ("after", _time("after_ms")),
-        ("÷ before", _over("after_ms", "step_ms", "{:.3f}×")),
+        ("÷ alone", _over("after_ms", "step_ms", "{:.3f}×")),
     ),
     "What stands first": (
         ("rows", _text("first_rows")),
