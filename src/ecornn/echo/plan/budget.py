@@ -15,9 +15,9 @@ from ecornn.echo.plan.search import Found, Search
 from ecornn.errors import InvalidInput
 from ecornn.sizes import size_text
 
-#: Of the estimated time of both passes: what "auto" spends on recomputation at most.
+#: Of the estimated time of a step: what "auto" spends on recomputation at most.
 NEARLY_FREE = 0.02
-#: Of the same: what any plan spends at most. Beyond, a smaller batch is the better way.
+#: Of that of both passes: what any plan spends at most. Beyond, a smaller batch is the better way.
 AT_MOST = 1.0
 
 
@@ -32,9 +32,15 @@ class Limits:
 NO_LIMITS = Limits(None, float("inf"))
 
 
-def limits_of(memory: Memory, passes: Passes, keep_all_peak: int, step_seconds: float) -> Limits:
+def limits_of(
+    memory: Memory,
+    passes: Passes,
+    keep_all_peak: int,
+    step_seconds: float,
+    beside_s: float = 0.0,
+) -> Limits:
     if memory.kind == "auto":
-        return Limits(None, NEARLY_FREE * step_seconds)
+        return Limits(None, NEARLY_FREE * (step_seconds + beside_s))
     most = AT_MOST * step_seconds
     if memory.kind == "fraction":
         inputs = _bytes_of_inputs(passes)
@@ -56,14 +62,16 @@ def plans_for(
     prices: Prices,
     calls: int,
     keep_all_peak: int = 0,
+    beside_s: float = 0.0,
 ) -> tuple[list[Found], Limits]:
     """Every plan that was estimated, and the limits that were meant. `keep_all_peak`: of torch's
-    own way to keep all, if that was tried; ours keeps every result that is read, which is more."""
+    own way to keep all, if that was tried; ours keeps every result that is read, which is more.
+    `beside_s`: seconds that a step takes elsewhere."""
     search = Search(passes, prices, calls)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
     most = keep_all_peak or search.peak(keep_all)
-    limits = limits_of(memory, passes, most, prices.step_seconds)
+    limits = limits_of(memory, passes, most, prices.step_seconds, beside_s)
     # the best few of the families, with as many of their groups as the limits call for
     for one in search.best():
         fits = limits.bytes
