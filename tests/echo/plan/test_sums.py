@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ecornn.echo.analysis.repetition import repetition
 from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
@@ -86,3 +87,13 @@ def test_fewer_states_where_what_is_added_is_smaller() -> None:
     passes = Passes(read_graph(joint_of(residual, leaf((16, 16)), leaf((16, 16)))), 1)
     every, fourth = (passes.bytes_of(bidirectional(passes, one_state_in=n)) for n in (1, 4))
     assert fourth < 0.8 * every
+
+
+def test_of_so_many_states_the_last_is_kept() -> None:
+    """The first follows from the input: to keep it would save nobody anything."""
+    passes = Passes(read_graph(joint_of(residual, leaf((16, 16)), leaf((16, 16)))), 1)
+    states = sorted(repetition(passes).states)
+    assert len(states) > 8
+    kept = bidirectional(passes, one_state_in=4)
+    assert {states[3], states[7]} <= kept
+    assert not kept & {states[0], states[1], states[2], states[4]}
