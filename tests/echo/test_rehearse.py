@@ -347,6 +347,9 @@ def test_what_cudnn_takes_at_a_length_follows_from_two(monkeypatch: pytest.Monke
         if not torch.cuda.is_available():
             with pytest.raises(NotUnderstood, match="none is here"):
                 room_of_cudnn(*call)
+        drawing = (*call[:11], 0.5, *call[12:])
+        with pytest.raises(NotUnderstood, match="dropout"):
+            room_of_cudnn(*drawing)
         packed = (*call[:14], [4, 4, 2], None)
         with pytest.raises(NotUnderstood, match="packed"):
             room_of_cudnn(*packed)
