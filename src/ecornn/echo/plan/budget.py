@@ -20,6 +20,9 @@ NEARLY_FREE = 0.02
 #: Of that of both passes: what any plan spends at most. Beyond, a smaller batch is the better way.
 AT_MOST = 1.0
 
+#: Of a peak: what "auto" leaves unsaved where saving it takes time.
+LITTLE = 0.01
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -79,8 +82,10 @@ def plans_for(
             _boundary(search, one, lambda f: search.peak(f) <= fits)  # noqa: B023
         else:
             beyond = partial(_takes_more, limits.seconds)
-            if beyond(one):  # a plan within the limits is taken as it is
+            if beyond(one):
                 _boundary(search, one, beyond)
+            elif memory.kind == "auto":
+                without_the_least(search, one)
     return list(search.found.values()), limits
 
 
@@ -101,6 +106,23 @@ def _boundary(search: Search, one: Found, beyond: Callable[[Found], bool]) -> No
             high = middle
         else:
             low = middle
+
+
+def without_the_least(search: Search, one: Found) -> None:
+    """Look at a plan that also keeps the results which are hardly anything, all of them together,
+    and take kernels to make again: one for each small weight's cast, say."""
+    passes, left = search.passes, LITTLE * search.peak(one) / search.calls
+    costly = [group for group in search.groups(one) if group.seconds > 0]
+    bytes_of = {group: passes.bytes_of(group.needed) for group in costly}
+    kept = one.plan.kept
+    for group in sorted(costly, key=lambda g: (bytes_of[g] / g.seconds, min(g.operations))):
+        left -= bytes_of[group]
+        if left < 0:
+            break
+        kept |= group.needed
+    if kept != one.plan.kept and not search.tired:
+        label = f"{one.plan.label}, what is hardly anything kept too"
+        search.look_at(label, kept, one.plan.window)
 
 
 def rank(limits: Limits, estimate: Estimate, calls: int) -> tuple[float, ...] | None:
