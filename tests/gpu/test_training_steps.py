@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+import ecornn
 from ecornn.bench.runners import tf32_where_it_is_faster
 from ecornn.bench.training.build import NotMeasurable, configured
 from ecornn.bench.training.cases import NAMED, ModelCase, make_case
@@ -115,6 +116,31 @@ def test_what_cudnn_reserves_grows_by_the_step(layer: type[torch.nn.RNNBase]) ->
     taken = handed_out(torch.device("cuda", 0)) - before
     assert reserve.nbytes == pytest.approx(room.reserve, rel=0.02)
     assert taken - output.nbytes - reserve.nbytes == pytest.approx(room.forward, rel=0.1, abs=2e6)
+
+
+def test_dropout_inside_cudnn_draws_what_it_draws_without_echo() -> None:
+    """torch seeds it at the first call after `manual_seed`, which must be the model's own."""
+
+    class Stacked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = torch.nn.LSTM(32, 32, num_layers=2, dropout=0.5)
+            self.head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.stack(x)[0])
+
+    model, x = Stacked().cuda(), torch.randn(5, 3, 32, device=CUDA)
+    model(x)
+    found = []
+    compiled = ecornn.compile(model)
+    for run in (model, model, compiled):
+        torch.manual_seed(3)
+        found.append(run(x))
+    assert "draws inside cuDNN" in str(compiled.explain())
+    if not torch.equal(found[0], found[1]):
+        pytest.skip("this torch does not seed cuDNN's dropout anew")
+    torch.testing.assert_close(found[2], found[0], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])

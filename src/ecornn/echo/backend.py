@@ -33,10 +33,14 @@ class FellBack(UserWarning):
 
 class EchoBackend:
     """A backend for torch.compile, which remembers what it decided. `calls`: how often a graph's
-    forward pass runs before its backward passes do, as a decoder's step does."""
+    forward pass runs before its backward passes do, as a decoder's step does. `beside_s`: seconds
+    that a step takes elsewhere, for each of these calls."""
 
-    def __init__(self, options: Options, *, calls: int = 1, part: str = "") -> None:
+    def __init__(
+        self, options: Options, *, calls: int = 1, beside_s: float = 0.0, part: str = ""
+    ) -> None:
         self.options, self.calls, self.part = options, calls, part
+        self.beside_s = beside_s
         self.report = Report()
         #: What runs, for those who rehearse it; the latest last. None: nobody will.
         self.recorded: list[Recorded] | None = None
@@ -77,7 +81,8 @@ class _Partition:
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **settings: Any
     ) -> Modules:
         self.recorded.results = num_fwd_outputs
-        request = Request(self.backend.options.memory, self.backend.calls, settings)
+        backend = self.backend
+        request = Request(backend.options.memory, backend.calls, settings, backend.beside_s)
         decision = decide(joint, inputs, num_fwd_outputs, request)
         self.told.decided(joint, decision)
         if decision.fallback is not None:
@@ -88,8 +93,8 @@ class _Partition:
 
     def key(self) -> str:
         """Everything that a split depends on beside the graph."""
-        options, calls = self.backend.options, self.backend.calls
-        return f"echo {options.memory!r} {calls} {sources_key()}"
+        options, calls, beside = self.backend.options, self.backend.calls, self.backend.beside_s
+        return f"echo {options.memory!r} {calls} {beside!r} {sources_key()}"
 
 
 def _warn(name: str, decision: Decision) -> None:

@@ -62,9 +62,11 @@ def room_of_cudnn(
     *options: Any,
 ) -> Room:
     """The arguments of `aten._cudnn_rnn`."""
-    batch_first, packed = options[4], options[8]
+    batch_first, dropout, train, packed = options[4], options[5], options[6], options[8]
     if len(packed):
         raise NotUnderstood("what cuDNN's layers take of a packed sequence is not known")
+    if train and dropout:
+        raise NotUnderstood("what cuDNN's layers take for dropout is not known")
     steps, batch = given.shape[1 if batch_first else 0], given.shape[0 if batch_first else 1]
     cells = None if cx is None else tuple(cx.shape)
     asked = Asked(
@@ -105,7 +107,7 @@ def measured(asked: Asked, steps: int) -> Room:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=asked.dtype, device=asked.device)
 
-    mode, hidden, projected, layers, batch_first, dropout, train, bidirectional = asked.options
+    mode, hidden, projected, layers, batch_first, _, train, bidirectional = asked.options
     first, second = (asked.batch, steps) if batch_first else (steps, asked.batch)
     given = zeros(first, second, asked.features)
     weights = [zeros(*shape) for shape in asked.weights]
@@ -116,7 +118,7 @@ def measured(asked: Asked, steps: int) -> Room:
     hx = zeros(*asked.states)
     cx = None if asked.cells is None else zeros(*asked.cells)
     call = (given, weights, asked.stride0, buffer, hx, cx)
-    options = (*asked.options, (), state_of_dropout(asked.device, dropout if train else 0.0))
+    options = (*asked.options, (), None)
     before = handed_out(asked.device)
     output, *states, reserve, _ = aten._cudnn_rnn(*call, *options)
     taken = handed_out(asked.device) - before
@@ -133,13 +135,6 @@ def measured(asked: Asked, steps: int) -> Room:
     backward = taken - sum(map(_bytes, made[:3])) - _bytes(buffer)  # the weights' gradients
     # the gradients of the input and of the weights are two calls, one workspace after the other
     return Room(kept, forward, backward // 2)
-
-
-def state_of_dropout(device: torch.device, dropout: float) -> Tensor | None:
-    """Of its own: the one that torch draws from stays where it is."""
-    if dropout == 0:
-        return None
-    return torch._cudnn_init_dropout_state(dropout, True, 0, dtype=torch.uint8, device=device)
 
 
 def in_one_memory(weights: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ecornn.echo.work import NOTHING, Work, work_of
+from ecornn.echo.work import NOTHING, Work, touched_bytes, work_of
 from ecornn.errors import EcornnError
 
 
@@ -71,6 +71,8 @@ class Operation:
     holds: tuple[int, ...]  # storages that its result refers to
     several: bool = False  # its result is a tuple
     work: Work = NOTHING
+    #: Bytes of its result itself; None: those of its storages. A view may show a part of them.
+    shows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class Graph:
     storages: tuple[int, ...]  # bytes of each
     #: Operations whose results leave the graph, in order; None where something else does.
     outputs: tuple[int | None, ...]
+
+    def shown_bytes(self, i: int) -> int:
+        """What reading all of an operation's result reads."""
+        shows = self.operations[i].shows
+        return sum(self.storages[s] for s in self.operations[i].holds) if shows is None else shows
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
@@ -222,9 +229,8 @@ class _Recorder(fx.Interpreter):
             self._written |= set(self._operations[self._place[changed]].holds)
         self._place[n] = len(self._operations)
         several = isinstance(result, tuple | list)
-        self._operations.append(
-            Operation(n.name, str(n.target), kind, uses, tuple(sorted(holds)), several, self._work)
-        )
+        form = (n.name, str(n.target), kind, uses, tuple(sorted(holds)), several)
+        self._operations.append(Operation(*form, self._work, touched_bytes(result)))
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -48,11 +48,13 @@ TRIES = 3
 @dataclass(frozen=True)
 class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
-    passes do. `settings` go to torch's partitioners as they come."""
+    passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
+    takes outside the graph, for each of these calls."""
 
     memory: Memory = AUTO
     calls: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    beside_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,9 @@ def _decided(
         refused.append(("torch's min-cut", why))
     there = {candidate.strategy: candidate.estimate for candidate in candidates}
     before = there["keep all"].peak(request.calls) if "keep all" in there else 0
-    found, limits = plans_for(request.memory, passes, prices, request.calls, before)
+    found, limits = plans_for(
+        request.memory, passes, prices, request.calls, before, request.beside_s
+    )
     candidates += [
         Candidate(one.plan.label, one.estimate, plan=one.plan)
         for one in found

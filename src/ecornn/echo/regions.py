@@ -128,7 +128,7 @@ class Regions:
             with draws_kept():
                 twin = without_numbers(self.model, mode)
                 args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
-                with _counted(twin) as counts, mode.layers_of(twin), mode, torch.no_grad():
+                with _counted(twin) as counts, mode.parts_of(twin), mode, torch.no_grad():
                     twin(*args, **kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -185,7 +185,9 @@ class Regions:
         known = self._compiled.get(path)
         inside = known is not None and part.__dict__.get("forward") is known[1]
         if known is None or (not inside and known[0] != part.forward):
-            backend = EchoBackend(self.options, calls=calls, part=path or type(part).__name__)
+            beside = self._seconds_beside() / calls if path else 0.0
+            told = path or type(part).__name__
+            backend = EchoBackend(self.options, calls=calls, beside_s=beside, part=told)
             backend.recorded = [] if path else None
             self._backends[path] = backend
             run = alone(part.forward if path else part)
@@ -193,6 +195,10 @@ class Regions:
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]
+
+    def _seconds_beside(self) -> float:
+        """Of a step, outside the regions, each of which has its part of it to be measured by."""
+        return self.shares.step_outside(self.calls or ()) / max(1, len(self.calls or ()))
 
     def rehearsed(self) -> int:
         """The most that both passes of a call like the first one hold beside what is there before

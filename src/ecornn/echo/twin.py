@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from ecornn.echo.graph import NotUnderstood
+
 
 def without_numbers(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy whose weights and buffers have no numbers, and that calls nobody's hooks: what it
     keeps, counts or appends to, it does for itself."""
+    if any(map(_draws_in_cudnn, model.modules())):
+        raise NotUnderstood("a recurrent layer draws inside cuDNN, even without numbers")
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(tensor): fake(tensor, mode) for tensor in tensors}
     twin: nn.Module = copy.deepcopy(model, memo)
@@ -27,6 +31,13 @@ def without_numbers(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for hooks in (part._forward_pre_hooks, part._backward_pre_hooks):
             hooks.clear()
     return twin
+
+
+def _draws_in_cudnn(part: nn.Module) -> bool:
+    """torch seeds cuDNN's dropout anew at the first call after `manual_seed`, and that would be the
+    copy's: the model itself would draw what it does not draw without Echo."""
+    drawing = isinstance(part, nn.RNNBase) and part.training and part.dropout > 0
+    return drawing and any(weight.is_cuda for weight in part.parameters())
 
 
 def fake(value: Any, mode: FakeTensorMode) -> Any:

@@ -127,6 +127,11 @@ def work_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     )
 
 
+def touched_bytes(result: Any) -> int:
+    """Of the tensors of a result, what is expanded once."""
+    return sum(tensor.bytes for tensor in _leaves(_without_numbers(result)))
+
+
 def _counted(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     count: Callable[..., int] | None = flop_registry.get(getattr(target, "overloadpacket", None))
     return int(count(*args, **kwargs, out_val=result)) if count else 0

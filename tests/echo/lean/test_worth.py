@@ -54,11 +54,28 @@ def test_auto_runs_layers_again_where_they_are_a_small_part(
     torch._dynamo.reset()
 
 
+def test_a_part_may_spend_a_share_of_what_the_whole_step_takes() -> None:
+    """Not of its own time alone: what it adds is added to the step."""
+    limits = {}
+    for steps in (4, 400):
+        torch._dynamo.reset()
+        compiled = ecornn.compile(Translator(80))
+        compiled(torch.randn(steps, 2, 8)).backward()
+        (graph,) = compiled.explain().graphs
+        shares, backend = compiled._regions.shares, compiled._regions._backends["step"]
+        assert 0 < shares.parts["step"] < shares.seconds
+        assert backend.beside_s == 3 * (shares.seconds - shares.parts["step"]) / 80
+        assert graph.limit_seconds == 0.02 * (graph.step_seconds + backend.beside_s)
+        limits[steps] = graph.limit_seconds
+    assert limits[400] > 2 * limits[4]
+    torch._dynamo.reset()
+
+
 def test_a_layer_takes_as_long_as_its_steps_in_a_row() -> None:
     layer, times = nn.LSTM(8, 8, num_layers=2, bidirectional=True), {}
     for steps in (10, 20):
         mode = Priced()
-        with mode.layers_of(layer), mode, torch.no_grad():
+        with mode.parts_of(layer), mode, torch.no_grad():
             layer(torch.empty(steps, 4, 8))
         times[steps] = mode.shares.layers
         assert mode.shares.layers < mode.shares.seconds

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ecornn.echo.analysis.repetition import repetition
 from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.groups import run_again
+from ecornn.echo.plan.prices import fused
 from ecornn.echo.plan.sums import with_sums
+from ecornn.echo.schedule import forward_program, saved
 from support.joints import joint_of, leaf
 
 
@@ -53,6 +56,26 @@ def test_a_single_number_is_kept_and_a_constant_is_not() -> None:
     assert not constants & more
 
 
+def fed(word: Tensor, state: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([word, state], dim=-1).mul(2.0) @ w
+
+
+def test_what_is_made_of_a_row_of_a_large_tensor_is_not_small() -> None:
+    """A word of a sentence, of which the storage has all words: its size is the word's."""
+    words = torch.zeros(64, 4, 8)
+    joint = joint_of(fed, words[3].requires_grad_(), leaf((4, 8)), leaf((16, 4)))
+    passes = Passes(read_graph(joint), 1)
+    operations, graph = passes.graph.operations, passes.graph
+    word = graph.inputs[0]
+    assert passes.graph.storages[operations[word].holds[0]] == words.nbytes
+    assert graph.shown_bytes(word) == words[3].nbytes
+    assert with_sums(passes, frozenset()) == frozenset()
+    nothing = [0.0] * len(operations)
+    moved = fused(passes, nothing, bandwidth=1.0, launch=0.0)
+    forward = forward_program(passes, saved(passes, passes.needed))
+    assert moved.of(forward) == 2 * words[3].nbytes + 2 * words[3].nbytes
+
+
 def residual(x: Tensor, w: Tensor) -> Tensor:
     """What is added has half of the state's bytes, as under autocast."""
     for _ in range(12):
@@ -64,3 +87,13 @@ def test_fewer_states_where_what_is_added_is_smaller() -> None:
     passes = Passes(read_graph(joint_of(residual, leaf((16, 16)), leaf((16, 16)))), 1)
     every, fourth = (passes.bytes_of(bidirectional(passes, one_state_in=n)) for n in (1, 4))
     assert fourth < 0.8 * every
+
+
+def test_of_so_many_states_the_last_is_kept() -> None:
+    """The first follows from the input: to keep it would save nobody anything."""
+    passes = Passes(read_graph(joint_of(residual, leaf((16, 16)), leaf((16, 16)))), 1)
+    states = sorted(repetition(passes).states)
+    assert len(states) > 8
+    kept = bidirectional(passes, one_state_in=4)
+    assert {states[3], states[7]} <= kept
+    assert not kept & {states[0], states[1], states[2], states[4]}

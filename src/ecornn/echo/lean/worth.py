@@ -1,11 +1,12 @@
-"""Is it nearly free to run a model's recurrent layers again? Estimated from one run of its forward
-pass on tensors without numbers."""
+"""Is it nearly free to run a model's recurrent layers again, and how long does a step take outside
+the parts that are compiled? Estimated from one run of its forward pass on tensors without
+numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,10 +29,12 @@ KERNELS = 2
 
 @dataclass
 class Shares:
-    """Seconds of a forward pass: of all of it, and of recurrent layers that could be run again."""
+    """Seconds of a forward pass: of all of it, of recurrent layers that could be run again, and, by
+    path, of each of the model's parts."""
 
     seconds: float = 0.0
     layers: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def of_step(self) -> float:
@@ -40,6 +43,10 @@ class Shares:
     @property
     def nearly_free(self) -> bool:
         return 0 < self.of_step <= NEARLY_FREE
+
+    def step_outside(self, paths: Collection[str]) -> float:
+        """Seconds of a step outside some parts, none of which is within another."""
+        return PASSES * max(self.seconds - sum(self.parts.get(path, 0.0) for path in paths), 0.0)
 
 
 class Priced(WithoutNumbers):
@@ -57,7 +64,32 @@ class Priced(WithoutNumbers):
             self.shares.seconds += machine_of(work.device).seconds(work, product=product)
 
     @contextmanager
-    def layers_of(self, model: nn.Module) -> Iterator[None]:
+    def parts_of(self, model: nn.Module) -> Iterator[None]:
+        """Parts are priced with all that they call, recurrent layers among it."""
+        began: list[float] = []
+
+        def enter(*_: Any) -> None:
+            began.append(self.shares.seconds)
+
+        def leave_of(path: str) -> Callable[..., None]:
+            def leave(*_: Any) -> None:
+                spent = self.shares.seconds - began.pop()
+                self.shares.parts[path] = self.shares.parts.get(path, 0.0) + spent
+
+            return leave
+
+        parts = [(path, part) for path, part in model.named_modules() if path]
+        hooks = [part.register_forward_pre_hook(enter) for _, part in parts]
+        hooks += [part.register_forward_hook(leave_of(path)) for path, part in parts]
+        try:
+            with self._layers_of(model):
+                yield
+        finally:
+            for one in hooks:
+                one.remove()
+
+    @contextmanager
+    def _layers_of(self, model: nn.Module) -> Iterator[None]:
         """Recurrent layers are priced as wholes: their operators say nothing of their steps."""
 
         def hook(layer: Any, args: tuple[Any, ...]) -> None:

@@ -32,7 +32,9 @@ def bidirectional(
     where they are known already."""
     rerun = {i for i, op in enumerate(passes.graph.operations) if op.kind in RERUN} | set(also)
     states = repetition(passes).states if states is None else states
-    frontier = _Frontier(passes, rerun.difference(sorted(states)[::one_state_in]))
+    # the last of so many: the first follows from what is there anyway, and is as large as any
+    always = sorted(states)[one_state_in - 1 :: one_state_in]
+    frontier = _Frontier(passes, rerun.difference(always))
     while waiting := frontier.take():
         for group in _groups(passes, waiting):
             frontier.decide(group)

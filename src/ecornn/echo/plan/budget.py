@@ -15,10 +15,13 @@ from ecornn.echo.plan.search import Found, Search
 from ecornn.errors import InvalidInput
 from ecornn.sizes import size_text
 
-#: Of the estimated time of both passes: what "auto" spends on recomputation at most.
+#: Of the estimated time of a step: what "auto" spends on recomputation at most.
 NEARLY_FREE = 0.02
-#: Of the same: what any plan spends at most. Beyond, a smaller batch is the better way.
+#: Of that of both passes: what any plan spends at most. Beyond, a smaller batch is the better way.
 AT_MOST = 1.0
+
+#: Of a peak: what "auto" leaves unsaved where saving it takes time.
+LITTLE = 0.01
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,15 @@ class Limits:
 NO_LIMITS = Limits(None, float("inf"))
 
 
-def limits_of(memory: Memory, passes: Passes, keep_all_peak: int, step_seconds: float) -> Limits:
+def limits_of(
+    memory: Memory,
+    passes: Passes,
+    keep_all_peak: int,
+    step_seconds: float,
+    beside_s: float = 0.0,
+) -> Limits:
     if memory.kind == "auto":
-        return Limits(None, NEARLY_FREE * step_seconds)
+        return Limits(None, NEARLY_FREE * (step_seconds + beside_s))
     most = AT_MOST * step_seconds
     if memory.kind == "fraction":
         inputs = _bytes_of_inputs(passes)
@@ -56,14 +65,16 @@ def plans_for(
     prices: Prices,
     calls: int,
     keep_all_peak: int = 0,
+    beside_s: float = 0.0,
 ) -> tuple[list[Found], Limits]:
     """Every plan that was estimated, and the limits that were meant. `keep_all_peak`: of torch's
-    own way to keep all, if that was tried; ours keeps every result that is read, which is more."""
+    own way to keep all, if that was tried; ours keeps every result that is read, which is more.
+    `beside_s`: seconds that a step takes elsewhere."""
     search = Search(passes, prices, calls)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
     most = keep_all_peak or search.peak(keep_all)
-    limits = limits_of(memory, passes, most, prices.step_seconds)
+    limits = limits_of(memory, passes, most, prices.step_seconds, beside_s)
     # the best few of the families, with as many of their groups as the limits call for
     for one in search.best():
         fits = limits.bytes
@@ -71,8 +82,10 @@ def plans_for(
             _boundary(search, one, lambda f: search.peak(f) <= fits)  # noqa: B023
         else:
             beyond = partial(_takes_more, limits.seconds)
-            if beyond(one):  # a plan within the limits is taken as it is
+            if beyond(one):
                 _boundary(search, one, beyond)
+            elif memory.kind == "auto":
+                without_the_least(search, one)
     return list(search.found.values()), limits
 
 
@@ -93,6 +106,23 @@ def _boundary(search: Search, one: Found, beyond: Callable[[Found], bool]) -> No
             high = middle
         else:
             low = middle
+
+
+def without_the_least(search: Search, one: Found) -> None:
+    """Look at a plan that also keeps the results which are hardly anything, all of them together,
+    and take kernels to make again: one for each small weight's cast, say."""
+    passes, left = search.passes, LITTLE * search.peak(one) / search.calls
+    costly = [group for group in search.groups(one) if group.seconds > 0]
+    bytes_of = {group: passes.bytes_of(group.needed) for group in costly}
+    kept = one.plan.kept
+    for group in sorted(costly, key=lambda g: (bytes_of[g] / g.seconds, min(g.operations))):
+        left -= bytes_of[group]
+        if left < 0:
+            break
+        kept |= group.needed
+    if kept != one.plan.kept and not search.tired:
+        label = f"{one.plan.label}, what is hardly anything kept too"
+        search.look_at(label, kept, one.plan.window)
 
 
 def rank(limits: Limits, estimate: Estimate, calls: int) -> tuple[float, ...] | None:

@@ -134,5 +134,4 @@ class _Kernels:
         return len({self._top(place) for place in self._made()})
 
     def _bytes(self, place: int) -> int:
-        holds = self._graph.operations[self._steps[place].operation].holds
-        return sum(self._graph.storages[s] for s in holds)
+        return self._graph.shown_bytes(self._steps[place].operation)

@@ -18,6 +18,7 @@ from ecornn.echo.plan.estimate import Estimate, Estimates, Plan
 from ecornn.echo.plan.groups import Group, groups_of, kept_with, run_again
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.plan.refine import refined
+from ecornn.echo.plan.seeds import with_whole_seeds
 from ecornn.echo.plan.sums import with_sums
 from ecornn.echo.plan.units import units_of
 from ecornn.echo.schedule import FOR_ALL
@@ -60,6 +61,7 @@ class Search:
         self._states = repetition(self.passes).states
 
     def look_at(self, label: str, kept: frozenset[int], window: int = FOR_ALL) -> Found:
+        kept = with_whole_seeds(self.passes, kept)
         if (kept, window) not in self.found:
             plan, operations = Plan(label, kept, window), self.passes.graph.operations
             again = run_again(self.passes, kept)

@@ -37,11 +37,12 @@ def with_sums(passes: Passes, kept: frozenset[int]) -> frozenset[int]:
             if not (len(sources) == 1 and operations[sources[0]].several):
                 continue
             sources = operations[sources[0]].uses
-        largest = max((_bytes(passes, used) for used in sources), default=0)
+        largest = max(map(passes.graph.shown_bytes, sources), default=0)
         if _bytes(passes, i) <= SMALL * largest:
             found.add(i)
     return frozenset(found)
 
 
 def _bytes(passes: Passes, i: int) -> int:
+    """What keeping it takes, which may be more than it shows."""
     return sum(passes.graph.storages[s] for s in passes.graph.operations[i].holds)

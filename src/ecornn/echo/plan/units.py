@@ -79,7 +79,7 @@ def _seconds(
     if kinds.isdisjoint({"cheap", *HEAVY}):
         return 0.0  # nothing but views
     own = passes.bytes_of(values)
-    read = sum(passes.graph.storages[s] for s in _storages(passes, ends))
+    read = sum(map(passes.graph.shown_bytes, ends))
     if _in_memory(passes, values):
         return heavy + prices.kernel_seconds(read + own)
     return heavy + prices.kernel_seconds(max(read - own, 0), launches=0)
@@ -101,7 +101,3 @@ def _in_memory(passes: Passes, values: frozenset[int]) -> bool:
                 seen.add(reader)
                 waiting.append(reader)
     return bool(seen & set(passes.graph.outputs[passes.forward_outputs :]))
-
-
-def _storages(passes: Passes, results: frozenset[int]) -> set[int]:
-    return {s for i in results for s in passes.graph.operations[i].holds}

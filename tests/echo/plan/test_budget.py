@@ -1,0 +1,46 @@
+"""What "auto" leaves alone: memory that is hardly any, where saving it takes kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ecornn.echo.graph import read_graph
+from ecornn.echo.passes import Passes
+from ecornn.echo.plan.bidirectional import bidirectional
+from ecornn.echo.plan.budget import LITTLE, without_the_least
+from ecornn.echo.plan.groups import run_again
+from ecornn.echo.plan.prices import fused
+from ecornn.echo.plan.search import Search
+from support.joints import joint_of, leaf
+
+
+def cast(x: Tensor, large: Tensor, *small: Tensor) -> Tensor:
+    """As under autocast: every weight is cast for its product, and once more or not for its
+    gradient."""
+    y = (x.bfloat16() @ large.bfloat16())[:, :16]
+    for weight in small:
+        y = y @ weight.bfloat16()
+    return y.float()
+
+
+def test_a_kernel_for_each_small_weight_is_not_worth_it() -> None:
+    small = [leaf((16, 16)) for _ in range(4)]
+    passes = Passes(read_graph(joint_of(cast, leaf((8, 512)), leaf((512, 512)), *small)), 1)
+    operations = passes.graph.operations
+    products = [float(op.kind == "product") for op in operations]
+    prices = fused(passes, products, bandwidth=1e9, launch=1e-3)
+    search = Search(passes, prices)
+    least = search.look_at("least", bidirectional(passes))
+    without_the_least(search, least)
+    (taken,) = (one for one in search.found.values() if one is not least)
+    assert taken.estimate.seconds_added <= least.estimate.seconds_added - len(small) * 1e-3
+    more = taken.estimate.kept_bytes - least.estimate.kept_bytes
+    assert 0 < more <= LITTLE * least.estimate.peak()
+    large = 512 * 512 * 2
+    again = {
+        one.plan.label: {passes.graph.shown_bytes(i) for i in run_again(passes, one.plan.kept)}
+        for one in (least, taken)
+    }
+    assert again[least.plan.label] >= {16 * 16 * 2, large}
+    assert large in again[taken.plan.label]
+    assert 16 * 16 * 2 not in again[taken.plan.label]
