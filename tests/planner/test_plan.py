@@ -193,7 +193,9 @@ class TestPersistent:
         ("changes", "quicker"),
         [
             ({"hidden": 64, "dtype": torch.float32, "brief": False}, True),
-            ({"hidden": 64, "dtype": torch.float32, "brief": True}, True),
+            ({"hidden": 64, "dtype": torch.float32, "batch": 4, "brief": True}, True),
+            ({"hidden": 64, "dtype": torch.float32, "batch": 16, "brief": True}, False),
+            ({"hidden": 64, "dtype": torch.float32, "batch": 16, "captured": True}, True),
             ({"hidden": 64, "dtype": torch.float32, "brief": True, "needs_grad": True}, False),
             ({"hidden": 64, "dtype": torch.float32, "needs_grad": True}, True),
             (
@@ -201,7 +203,13 @@ class TestPersistent:
                 | {"captured": True},
                 True,
             ),
-            ({"hidden": 64, "dtype": torch.float16, "batch": 4, "brief": True}, True),
+            ({"hidden": 64, "dtype": torch.float16, "batch": 4, "brief": True}, False),
+            ({"hidden": 64, "dtype": torch.float16, "batch": 4}, True),
+            (
+                {"hidden": 64, "dtype": torch.float16, "batch": 4, "captured": True}
+                | {"needs_grad": True},
+                False,
+            ),
             ({"hidden": 64, "dtype": torch.float16, "batch": 16, "brief": True}, False),
             ({"hidden": 64, "dtype": torch.float16, "batch": 4, "captured": True}, True),
             ({"hidden": 64, "dtype": torch.float16, "batch": 16, "captured": True}, False),

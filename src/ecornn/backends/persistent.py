@@ -119,17 +119,20 @@ def _torch_could(spec: RnnSpec) -> bool:
 
 def _cudnn_is_quicker(spec: RnnSpec) -> bool:
     """Where cuDNN's own persistent kernels won when both were measured: one LSTM layer of one
-    direction, T = 256, these sizes and what lies between them (rnn-h200.json). A called training
-    step is shorter by ours in any case: they take fewer launches."""
+    direction, T = 256, these sizes and what lies between them (rnn-h200.json). Of 64 units its
+    kernel is the quicker but takes more of the host: it is left to graphs, and to float32 calls of
+    few sequences, where the two together take the least. A called training step is shorter by ours
+    in any case, and one of float16 in a graph as well."""
     measured = spec.cell == "lstm" and spec.layers == 1 and not spec.bidirectional
     if not measured or spec.lengths or spec.resets:
         return False
-    called = spec.brief and not spec.captured
+    called, few = spec.brief and not spec.captured, 0 < spec.batch < 16
     if spec.hidden <= 64:
-        if spec.needs_grad and called:
-            return False
-        few = 0 < spec.batch < 16
-        return spec.dtype == torch.float32 or (spec.dtype == torch.float16 and few)
+        if spec.dtype == torch.float16:
+            return few and not called and not spec.needs_grad
+        if called:
+            return spec.dtype == torch.float32 and few and not spec.needs_grad
+        return spec.dtype == torch.float32
     aligned = spec.hidden == 1024 and spec.input_size % 128 == 0 and spec.batch == 16
     return spec.dtype == torch.float16 and aligned and not spec.needs_grad
 

@@ -168,8 +168,8 @@ class PlainLayer:
         """`lengths` where the call that this was made for had some."""
         flag = failure_flag()
         flag.check()
-        several = len(self._pieces) > 1
-        gates = self._new_piece(x) if several else self._shares(x, weights[0])
+        # before all else: the device is busy with it while the host goes on
+        gates = self._first_shares(x, weights[0])
         shape = (self.steps, self.batch, self.hidden)
         output = marked(shape, x) if self._output_marked else x.new_empty(shape)
         cells = x.new_empty(shape) if self.lstm and self.keep != "none" else None
@@ -184,7 +184,7 @@ class PlainLayer:
         ends = 0 if lengths is None else lengths.data_ptr()
         h_in, c_in, carried = h, 0, (h0, c0)
         for piece, sizes in zip(self._pieces, self._forward_sizes, strict=True):
-            if several:
+            if piece.first_step > 0:
                 self._shares_of(x, weights[0], piece, gates)
             leaving = (h_n, c_n) if piece.last else _carried(h0, c0)
             h_out, c_out = (0 if t is None else t.data_ptr() for t in leaving)
@@ -204,8 +204,14 @@ class PlainLayer:
         del carried
         return PlainResult(output, h_n, c_n, cells, kept)
 
-    def _new_piece(self, x: Tensor) -> Tensor:
-        return x.new_empty(self._pieces[0].steps * self.batch, self._shares_shape[1])
+    def _first_shares(self, x: Tensor, w_ih: Tensor) -> Tensor:
+        """The first piece's, in a buffer for those of every piece."""
+        first = self._pieces[0]
+        if first.last:
+            return self._shares(x, w_ih)
+        gates = x.new_empty(first.steps * self.batch, self._shares_shape[1])
+        self._shares_of(x, w_ih, first, gates)
+        return gates
 
     def _shares_of(self, x: Tensor, w_ih: Tensor, piece: Piece, gates: Tensor) -> None:
         """The input's share of a piece's gates."""

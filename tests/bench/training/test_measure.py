@@ -15,7 +15,15 @@ from ecornn.bench.models.step import make_step
 from ecornn.bench.training import worker
 from ecornn.bench.training.build import NotMeasurable
 from ecornn.bench.training.cases import ModelCase, make_case
-from ecornn.bench.training.contenders import ALL, CHECKPOINT, EAGER, ECHO_EAGER, Contender
+from ecornn.bench.training.contenders import (
+    ALL,
+    CHECKPOINT,
+    EAGER,
+    ECHO,
+    ECHO_EAGER,
+    Contender,
+    replayed,
+)
 from ecornn.bench.training.measure import (
     EFFORTS,
     Measurement,
@@ -59,6 +67,29 @@ def test_echo_is_compared_too_and_foretells_its_peak() -> None:
     predicted = found.metrics["predicted_peak_bytes"]
     assert predicted == predicted_peak(found.step)
     assert float(predicted) == pytest.approx(peak_bytes(found.step), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("contender", "autocast", "compared"),
+    [
+        (EAGER, True, False),  # it is what the others are compared with
+        (replayed(EAGER), True, True),
+        (replayed(CHECKPOINT), True, True),
+        (replayed(ECHO), True, False),
+        (replayed(ECHO), False, True),
+        (ECHO, True, False),
+        (ECHO, False, True),
+    ],
+    ids=str,
+)
+def test_what_rounds_elsewhere_is_not_compared(
+    contender: Contender, autocast: bool, compared: bool
+) -> None:
+    step = make_step("resnet50", size="tiny", device="cpu")
+    step.autocast = autocast
+    case = make_case("resnet50", "step", tiny=True)
+    found = Measurement(case, contender, CPU, EFFORTS["quick"], step=step)
+    assert found._comparable() is compared
 
 
 def test_a_peak_that_is_not_foretold_says_why() -> None:

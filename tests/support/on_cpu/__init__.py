@@ -32,6 +32,7 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
                 ("u32", "__atomic_store_n(address, value, __ATOMIC_RELAXED);"),
             )
         ),
+        ('asm volatile("prefetch', '"memory");', "prefetch_exchanged<Exchanged>(address);"),
         ("#if CLUSTER > 1", "#endif", '#include "clusters.h"'),
     ],
     "numbers.cuh": [

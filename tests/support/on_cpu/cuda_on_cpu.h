@@ -143,6 +143,16 @@ static inline uint4 load_exchanged(const void* address) {
   return found;
 }
 
+// What is asked for must be there as well.
+template <class Element>
+static inline void prefetch_exchanged(const void* address) {
+  const uintptr_t at = uintptr_t(address);
+  bool inside = false;
+  for (int d = 0; d < 2; ++d)
+    inside |= at >= exchanged_from[d] && at + sizeof(Element) <= exchanged_to[d];
+  outside += !inside;
+}
+
 // c[16×8] += a · b over INNER elements, laid out over a warp as the instruction has them.
 template <int INNER>
 static inline void multiply_on_cpu(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

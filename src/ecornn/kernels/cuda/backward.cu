@@ -264,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int k = 0; k < STORED; ++k)
         if (!d_gates_are_exchanged || k >= INNER) d_gates.at(s, unit)[k * hidden] = bits[k];
     }
+    if (GRID && local + AHEAD < a.steps) product.prefetch_marks(exchange, AHEAD);
     if (local > 0) product.release_sums();
     d_gates.move();
     if (GRID) exchange.move();

@@ -54,6 +54,10 @@ __device__ __forceinline__ void store_relaxed(u32* address, u32 value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 // A result must not look like the mark: such a NaN is published as another NaN.
 __device__ __forceinline__ u16 unmarked(u16 bits) {
   return GRID && bits == 0xffffu ? 0x7fffu : bits;

@@ -14,6 +14,7 @@
 // GRID 0: only the blocks of one cluster exchange v, through distributed shared memory.
 #pragma once
 #include "multiply.cuh"
+#include "sequence.cuh"
 
 // What is pushed at once: so many elements of a row of v.
 template <int COUNT>
@@ -75,6 +76,19 @@ struct Product : Multiplier {
   // With one buffer of partial sums: nobody may write it before all have read.
   __device__ __forceinline__ void release_sums() const {
     if (PARTIAL_BUFFERS == 1 && !DIRECT) __syncthreads();
+  }
+
+  // ---- publishing through L2. The marks of a backward pass are more than L2 holds: those of this
+  // block's units, some steps from now, are asked for before anybody waits for them. At 1024 × 16
+  // in float16 a training step was 6 % shorter for it; forwards, where they are fewer, none.
+  __device__ __forceinline__ void prefetch_marks(const Rows<Element>& exchange, int steps) const {
+    constexpr int SECTOR = 32 / int(sizeof(Element));  // elements that L2 has together
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+      if (unit_of(i) % SECTOR == 0 && has(i, padded - unit0()))
+#pragma unroll
+        for (int p = 0; p < INNER; ++p)
+          prefetch(exchange.later(steps, sequence_of(i), unit0() + unit_of(i)) + p * padded);
   }
 
   // ---- publishing within a cluster. Push number `count` fills slot (count + 1) & 1 of the

@@ -24,6 +24,10 @@ struct Rows {
     return first + u32(sequence * length + unit);
   }
   __device__ __forceinline__ T* before() const { return first - step; }
+  // `at` that many steps later
+  __device__ __forceinline__ T* later(int steps, int sequence, int unit) const {
+    return at(sequence, unit) + steps * size_t(step);
+  }
   __device__ __forceinline__ void move() { first += step; }
 };
 
