@@ -361,3 +361,17 @@ def test_scores_that_another_stream_may_read_are_not_overwritten() -> None:
     lean = Lean()
     lean(model).backward()
     assert (lean.replaced.calls, lean.replaced.private) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "chunks"),
+    [(5600, 33278, 16), (600, 33278, 10), (40, 33278, 1), (5, 10**8, 1), (64, 10**8, 4)],
+)
+def test_chunks_are_neither_small_nor_many(
+    rows: int, classes: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 8 * 2**20)
+    scores = torch.empty(rows, classes, device="meta")
+    at_once = cross_entropy.rows_at_once(scores)
+    assert at_once % cross_entropy.ROWS_ALIGNED == 0
+    assert -(-rows // at_once) == chunks <= cross_entropy.MOST_CHUNKS
