@@ -290,6 +290,9 @@ def test_pieces_cover_time_once(steps: int, share: float, descending: bool) -> N
 def test_small_buffers_are_not_cut() -> None:
     assert len(pieces(256, 1 << 10, 0.25)) == 1
     assert len(pieces(256, 64 << 20, 0.25)) == 4
+    # two buffers of 32 MiB are small, two of 128 are not
+    assert len(pieces(256, 128 << 10, 0.2, 2)) == 1
+    assert len(pieces(256, 512 << 10, 0.2, 2)) == 5
     assert Piece(0, 3, 9).times(descending=True) == (6, 9)
 
 

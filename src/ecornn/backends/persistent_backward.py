@@ -218,8 +218,10 @@ def backward(
     x, hidden, batch, stored = layer.x, layer.hidden, layer.batch, layer.stored
     recomputes = stored == 4 and not layer.kept
     wide = stored * hidden
-    row_bytes = layer.directions * batch * wide * x.element_size() * (2 if recomputes else 1)
-    every_piece = pieces(layer.steps, row_bytes, SHARE if recomputes else 1.0)
+    row_bytes = layer.directions * batch * wide * x.element_size()
+    # gates and their gradients, or the latter alone
+    share, buffers = (SHARE, 2) if recomputes else (1.0, 1)
+    every_piece = pieces(layer.steps, row_bytes, share, buffers)
     rows = every_piece[0].steps * batch
     gates = [x.new_empty(rows, wide) for _ in call.weights] if recomputes else []
     states = _States(layer)

@@ -47,11 +47,12 @@ class Piece(NamedTuple):
         return self.first_step + self.steps == self.total
 
 
-def pieces(steps: int, row_bytes: int, share: float) -> list[Piece]:
-    """Time in equal pieces, whose buffers of `row_bytes` a step take `share` of the whole at most,
-    rounded up to a step, unless all of it is small."""
-    small = steps * row_bytes <= SMALL_BYTES
-    size = steps if small else max(math.ceil(steps * share), SMALL_BYTES // row_bytes)
+def pieces(steps: int, row_bytes: int, share: float, buffers: int = 1) -> list[Piece]:
+    """Time in equal pieces, whose `buffers` of `row_bytes` a step take `share` of the whole at most,
+    rounded up to a step, unless each of them is small as a whole."""
+    size = steps
+    if steps * row_bytes > SMALL_BYTES:
+        size = max(math.ceil(steps * share), SMALL_BYTES // (buffers * row_bytes))
     count = -(-steps // size)
     size = -(-steps // count)
     return [Piece(at, min(size, steps - at), steps) for at in range(0, steps, size)]
