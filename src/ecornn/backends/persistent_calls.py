@@ -48,8 +48,8 @@ class Piece(NamedTuple):
 
 
 def pieces(steps: int, row_bytes: int, share: float, buffers: int = 1) -> list[Piece]:
-    """Time in equal pieces, whose `buffers` of `row_bytes` a step take `share` of the whole at most,
-    rounded up to a step, unless each of them is small as a whole."""
+    """Time in equal pieces, whose `buffers` of `row_bytes` a step take `share` of the whole at
+    most, rounded up to a step, unless each of them is small as a whole."""
     size = steps
     if steps * row_bytes > SMALL_BYTES:
         size = max(math.ceil(steps * share), SMALL_BYTES // (buffers * row_bytes))
