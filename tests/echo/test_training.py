@@ -165,6 +165,28 @@ def test_batches_of_any_size(memory: str) -> None:
     assert graph.chosen.kept_bytes < graph.keep_all.kept_bytes or memory == "auto"
 
 
+@pytest.mark.parametrize("memory", ["auto", "min", 0.9])
+def test_the_size_of_a_result_may_be_asked_for(memory: str | float) -> None:
+    """Torch asks a flattened result for its size, where that is a symbol."""
+
+    class Flattened(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                flat = torch.tanh(self.first(x)).view(-1)
+                x = x + self.second(flat.view(x.shape[0], 8))
+            return x
+
+    model = Flattened()
+    compiled = ecornn.compile(model, memory=memory, dynamic=True)
+    for batch in (9, 3):
+        x = torch.randn(batch, 8)
+        assert_equal(grads(compiled, model, x), grads(model, model, x))
+
+
 def test_sizes_become_symbols_by_themselves() -> None:
     model = Gated()
     compiled = ecornn.compile(model, memory="min")

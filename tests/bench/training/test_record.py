@@ -254,6 +254,18 @@ def test_no_case_is_begun_that_would_take_too_long(pretended: Pretended) -> None
     assert f"not begun, for lack of time: {GPT2}" in shown.getvalue()
 
 
+def test_nor_are_processes_of_several_cases(pretended: Pretended) -> None:
+    """Three at a time: two cases of two."""
+    shown = io.StringIO()
+    options = {"together": True, "contenders": ("eager", "checkpoint")}
+    console = Console(file=shown, width=200)
+    found = pretended.run(NMT, GPT2, minutes=0.01, console=console, **options)
+    assert [(row.case, row.contender) for row in found.rows] == [
+        *((NMT, "eager"), (NMT, "checkpoint"), (GPT2, "eager"))
+    ]
+    assert f"not begun, for lack of time: {GPT2}\n" in shown.getvalue()
+
+
 class TestEstimates:
     jobs = (Job(NMT, EAGER), Job(NMT, CHECKPOINT))
 

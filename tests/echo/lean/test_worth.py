@@ -82,3 +82,15 @@ def test_a_layer_takes_as_long_as_its_steps_in_a_row() -> None:
     launches = worth.KERNELS * 4 * 10 * 5e-6
     assert times[20] > times[10] > launches
     assert times[20] == pytest.approx(2 * times[10], rel=0.05)
+
+
+def test_a_layer_may_be_called_by_the_name_of_its_input() -> None:
+    layer, seconds = nn.GRU(8, 8), []
+    for named in (False, True):
+        mode = Priced()
+        with mode.parts_of(layer), mode, torch.no_grad():
+            given = torch.empty(10, 4, 8)
+            layer(input=given) if named else layer(given)
+        seconds.append((mode.shares.seconds, mode.shares.layers))
+    assert seconds[0] == seconds[1]
+    assert all(seconds[0])

@@ -97,3 +97,18 @@ def test_of_so_many_states_the_last_is_kept() -> None:
     kept = bidirectional(passes, one_state_in=4)
     assert {states[3], states[7]} <= kept
     assert not kept & {states[0], states[1], states[2], states[4]}
+
+
+def two_streams(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    for _ in range(12):
+        x = x + (x.bfloat16() @ w.bfloat16()).tanh()
+        y = y + (y.bfloat16() @ w.bfloat16()).tanh()
+    return x * y
+
+
+def test_streams_that_take_turns_keep_states_of_both() -> None:
+    passes = Passes(read_graph(joint_of(two_streams, *(leaf((16, 16)) for _ in range(3)))), 1)
+    states = sorted(repetition(passes).states)
+    assert len(states) == 24
+    kept = bidirectional(passes, one_state_in=4)
+    assert [i for i, state in enumerate(states) if state in kept] == [6, 7, 14, 15, 22, 23]

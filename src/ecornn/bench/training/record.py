@@ -44,7 +44,7 @@ Plan = list[tuple[ModelCase, list[Job]]]
 class Options:
     """`minutes`: no case but the first is begun that would not be done by then, as far as can be
     told. `missing`: only cases of which the file lacks a row. `contenders`: only these. `together`:
-    jobs of several cases prepare side by side."""
+    jobs of several cases prepare side by side; those that do are what is begun or not."""
 
     device: str = "cuda"
     effort: str = "thorough"
@@ -127,8 +127,9 @@ def make_plan(cases: Sequence[ModelCase], options: Options, known: Known) -> Pla
         found = contenders_for(case, options.device, options.contenders, unrolled=options.unrolled)
         if found and not (options.missing and all((case, c.name) in known for c in found)):
             plan.append((case, [Job(case, contender) for contender in found]))
-    if options.together and plan:
-        return [(plan[0][0], [job for _, jobs in plan for job in jobs])]
+    if options.together:
+        jobs = [job for _, of_case in plan for job in of_case]
+        return [(group[0].case, list(group)) for group in groups(jobs, options.limits.workers)]
     return plan
 
 
@@ -154,7 +155,8 @@ def run_plan(plan: Plan, options: Options, console: Console, known: Known) -> It
         for i, (_, jobs) in enumerate(plan):
             done_after = time.monotonic() - began + expected[i]
             if options.minutes is not None and i and done_after > 60 * options.minutes:
-                left = "; ".join(str(case) for case, _ in plan[i:])
+                cases_left = dict.fromkeys(job.case for _, jobs in plan[i:] for job in jobs)
+                left = "; ".join(map(str, cases_left))
                 console.print(f"not begun, for lack of time: {left}", markup=False)
                 return
             for job in run_jobs(

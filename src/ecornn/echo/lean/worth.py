@@ -92,13 +92,14 @@ class Priced(WithoutNumbers):
     def _layers_of(self, model: nn.Module) -> Iterator[None]:
         """Recurrent layers are priced as wholes: their operators say nothing of their steps."""
 
-        def hook(layer: Any, args: tuple[Any, ...]) -> None:
-            seconds = layer_seconds(layer, args[0])
+        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = args[0] if args else kwargs["input"]
+            seconds = layer_seconds(layer, given)
             self.shares.seconds += seconds
-            self.shares.layers += seconds if _would_be_run_again(layer, args[0]) else 0.0
+            self.shares.layers += seconds if _would_be_run_again(layer, given) else 0.0
 
         found = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
-        hooks = [layer.register_forward_pre_hook(hook) for layer in found]
+        hooks = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in found]
         try:
             yield
         finally:

@@ -32,14 +32,22 @@ def bidirectional(
     where they are known already."""
     rerun = {i for i, op in enumerate(passes.graph.operations) if op.kind in RERUN} | set(also)
     states = repetition(passes).states if states is None else states
-    # the last of so many: the first follows from what is there anyway, and is as large as any
-    always = sorted(states)[one_state_in - 1 :: one_state_in]
-    frontier = _Frontier(passes, rerun.difference(always))
+    frontier = _Frontier(passes, rerun - _last_of_every(one_state_in, states, passes, rerun))
     while waiting := frontier.take():
         for group in _groups(passes, waiting):
             frontier.decide(group)
     anyway = _there_anyway(passes)
     return frozenset(i for i in frontier.kept if i not in anyway)
+
+
+def _last_of_every(many: int, states: Collection[int], passes: Passes, rerun: set[int]) -> set[int]:
+    """Of so many states in a row the last: the first follows from what is there anyway, and is as
+    large as any. Counted along what makes them, since those of several streams take turns."""
+    before = [0] * len(passes.graph.operations)  # states on the way to this result, itself included
+    for i, operation in enumerate(passes.graph.operations):
+        if i in rerun:
+            before[i] = max((before[used] for used in operation.uses), default=0) + (i in states)
+    return {i for i in states if before[i] % many == 0}
 
 
 def _there_anyway(passes: Passes) -> set[int]:

@@ -81,9 +81,11 @@ def replayed(passes: Passes, order: Order) -> Graph:
 
     def run(i: int) -> None:
         operation = operations[i]
-        uses = tuple(latest[u] for u in operation.uses)
+        # the size of a result is known before the result is there
+        sources = [u for u in operation.uses if u in latest or operation.kind != "number"]
+        uses = tuple(latest[u] for u in sources)
         inherited: dict[int, int] = {}
-        for u in operation.uses:
+        for u in sources:
             for s in operations[u].holds:
                 inherited.setdefault(s, memory[latest[u], s])
         place, holds = len(steps), []
