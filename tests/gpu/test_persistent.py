@@ -328,6 +328,23 @@ def test_a_nan_stays_in_its_sequence() -> None:
     device.failure_flag().check()
 
 
+@pytest.mark.parametrize("float32_products", ["tf32"], indirect=True)
+@pytest.mark.parametrize("bits", [0x7F800000, 0x7F800001, 0x7FFFFFFF, -1])
+def test_rounding_makes_no_number_of_an_infinity_or_a_nan(bits: int, float32_products: str) -> None:
+    """Within a cluster and through L2: an infinity that half of a last bit was added to must be
+    multiplied as one, and a NaN whose last bits are all it has as a NaN."""
+    for hidden in (64, 256, 1024):
+        call = make_call("rnn_relu", torch.float32, hidden, 4, 4)
+        call.h0_DBR[0, 1, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        output = by_name("persistent").forward(call).output_TBO
+        want = by_name("reference").forward(widened(call)).output_TBO
+        assert output[:, [0, 2, 3]].isfinite().all()
+        assert torch.equal(output[:, 1].isnan(), want[:, 1].isnan())
+        assert torch.equal(output[:, 1].isinf(), want[:, 1].isinf())
+        assert (want[0, 1].isinf() if bits == 0x7F800000 else want[0, 1].isnan()).any()
+    device.failure_flag().check()
+
+
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 def test_a_memory_is_kept_for_thousands_of_steps(dtype: torch.dtype) -> None:
     """A forget gate near 1, and nothing else happening: c shrinks by exactly that gate."""

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from ecornn.kernels.persistent.choose import (
     measured,
     ranked,
     registers,
+    remember,
 )
 from ecornn.kernels.persistent.floor import FloorArguments
 from ecornn.kernels.persistent.gradients import (
@@ -39,6 +41,7 @@ from ecornn.kernels.persistent.gradients import (
 from ecornn.kernels.persistent.model import describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile, round_up
+from ecornn.kernels.persistent.tune import entry
 from ecornn.spec import GATES
 
 needs_compiler = pytest.mark.skipif(
@@ -184,6 +187,7 @@ def test_every_candidate_covers_the_problem(ask: Request) -> None:
         tile = geometry.tile
         assert tile.shared_bytes <= HOPPER.shared_bytes
         assert tile.threads <= 512
+        assert geometry.covers(ask.hidden, ask.batch)
         assert geometry.blocks * tile.units >= ask.hidden
         assert geometry.blocks % tile.cluster == 0
         assert geometry.groups * geometry.group_batch >= ask.batch
@@ -219,6 +223,56 @@ def test_what_was_measured_is_taken_for_both_half_precisions() -> None:
     ask = Request("forward", "lstm", "bf16", 256, 1)
     assert measured(ask).tile.cluster > 1  # type: ignore[union-attr]
     assert all(g.tile.cluster == 1 for g in ranked(ask, CHIPS["sm_80"]))
+
+
+def test_what_was_measured_is_for_its_request() -> None:
+    for known_entry in _table().values():
+        ask = known_entry["request"]
+        half = ask["numbers"] == "half"
+        known = measured(Request(**{**ask, "numbers": "fp16" if half else ask["numbers"]}))
+        assert known is not None
+        assert known.covers(ask["hidden"], ask["batch"]), ask
+
+
+def test_what_was_measured_is_taken_whatever_the_estimate_of_registers_says() -> None:
+    ask = Request("forward", "lstm", "tf32", 512, 64)
+    known = measured(ask)
+    assert known is not None
+    assert known not in list(candidates(ask, HOPPER))
+    assert ranked(ask, HOPPER)[0] == known
+    assert known not in ranked(ask, replace(HOPPER, multiprocessors=known.all_blocks - 1))
+    assert known not in ranked(ask, replace(HOPPER, shared_bytes=known.tile.shared_bytes - 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_tiles": 1},
+        {"row_tiles": 1, "register_tiles": 1},
+        {"chunks": 1},
+        {"units": 8},
+        {"group_batch": 8},
+        {"blocks": 16},
+    ],
+    ids=str,
+)
+def test_a_table_of_other_sizes_is_not_followed(
+    changes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels would leave units or sequences out, or write beyond their memory."""
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path))
+    ask = Request("forward", "lstm", "bf16", 2048, 16)
+    known = measured(ask)
+    assert known is not None
+    wrong = entry(ask, known, 1.0)
+    for name, value in changes.items():
+        (wrong if name in wrong else wrong["tile"])[name] = value
+    try:
+        remember([wrong])
+        assert measured(ask) != known
+        assert measured(ask) not in ranked(ask, HOPPER)
+    finally:
+        _table.cache_clear()
 
 
 def test_what_cannot_fit_has_no_candidates() -> None:

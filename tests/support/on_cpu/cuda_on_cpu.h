@@ -120,9 +120,10 @@ static inline unsigned short to_bf16(float x) {
   return x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// To nearest, ties away from zero; a NaN stays one.
+// To nearest, ties away from zero; a NaN stays one, whose last bits were perhaps all it had.
 static inline unsigned to_tf32_on_cpu(unsigned bits) {
-  return (bits & 0x7fffffffu) >= 0x7f800000u ? bits : bits + 0x1000u & 0xffffe000u;
+  const unsigned size = bits & 0x7fffffffu;
+  return size > 0x7f800000u ? 0x7fffffffu : size == 0x7f800000u ? bits : bits + 0x1000u & 0xffffe000u;
 }
 
 // Element by element, as other threads write them.

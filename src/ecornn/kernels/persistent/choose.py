@@ -54,18 +54,20 @@ TUNED = Path(__file__).with_name("tuned.json")
 def ranked(ask: Request, chip: Chip) -> list[Geometry]:
     """Every way to serve a request, best first; empty where nothing fits."""
     found = sorted(candidates(ask, chip), key=lambda g: estimate(g, ask.hidden))
-    if (known := measured(ask)) is not None and _serves(known, chip):
+    if (known := measured(ask)) is not None and _serves(known, ask, chip):
         found = [known, *(g for g in found if g != known)]
     return found
 
 
-def _serves(geometry: Geometry, chip: Chip) -> bool:
-    """Whether a chip has room for it. What was measured did not spill, whatever the estimate of
-    registers says."""
+def _serves(geometry: Geometry, ask: Request, chip: Chip) -> bool:
+    """Whether it is one for the request, since a table may be older than the kernels, and a chip
+    has room for it. The estimate of registers is not asked: what was measured did not spill. With
+    lengths or resets, or on another chip, it may by some bytes."""
     tile = geometry.tile
     clusters = dict(((1, chip.multiprocessors), *chip.clusters)).get(tile.cluster, 0)
     needed = geometry.all_blocks if tile.grid else tile.cluster
-    return tile.shared_bytes <= chip.shared_bytes and clusters * tile.cluster >= needed
+    room = tile.shared_bytes <= chip.shared_bytes and clusters * tile.cluster >= needed
+    return room and geometry.covers(ask.hidden, ask.batch)
 
 
 def measured(ask: Request) -> Geometry | None:

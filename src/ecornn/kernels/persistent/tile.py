@@ -176,3 +176,20 @@ class Geometry:
     @property
     def all_blocks(self) -> int:
         return self.blocks * self.groups * self.directions
+
+    def covers(self, hidden: int, batch: int) -> bool:
+        """Whether every unit, sequence and weight of such a layer has a place: what the kernels
+        count on and do not ask."""
+        tile = self.tile
+        unit_rows = 4 if tile.direct and tile.outer > 1 else tile.outer
+        rows = tile.row_warps * tile.row_tiles * TILE_ROWS
+        inner = tile.owners * tile.k_warps * tile.chunks * CHUNK_BYTES // tile.element_bytes
+        return (
+            self.blocks * tile.units >= hidden
+            and self.blocks % tile.cluster == 0
+            and (tile.grid or self.blocks == tile.cluster)
+            and self.groups * self.group_batch >= batch
+            and tile.sequences >= self.group_batch
+            and rows >= unit_rows * tile.units * tile.owners
+            and inner >= tile.inner * round_up(hidden, tile.vector)
+        )
