@@ -118,11 +118,11 @@ def _torch_could(spec: RnnSpec) -> bool:
 
 
 def _cudnn_is_quicker(spec: RnnSpec) -> bool:
-    """Where cuDNN's own persistent kernels won when both were measured: one LSTM layer of one
-    direction, T = 256, these sizes and what lies between them (rnn-h200.json). Of 64 units its
-    kernel is the quicker but takes more of the host: it is left to graphs, and to float32 calls of
-    few sequences, where the two together take the least. A called training step is shorter by ours
-    in any case, and one of float16 in a graph as well."""
+    """Where cuDNN's own persistent kernels won when both were measured on an H200: one LSTM layer
+    of one direction, T = 256, these sizes and what lies between them. Of 64 units its kernel is the
+    quicker but takes more of the host: it is left to graphs, and to float32 calls of few sequences,
+    where the two together take the least. A called training step is shorter by ours in any case,
+    and one of float16 in a graph as well."""
     measured = spec.cell == "lstm" and spec.layers == 1 and not spec.bidirectional
     if not measured or spec.lengths or spec.resets:
         return False
