@@ -17,19 +17,9 @@ from torch.utils import _python_dispatch
 from ecornn.profiler import MemoryReport, profile
 from ecornn.profiler.history import History
 from ecornn.profiler.session import Profile
+from support.functions import Doubled
 from support.hooks import is_untouched
 from support.recorded_steps import recorded
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 2
 
 
 class Twice(nn.Module):

@@ -18,6 +18,7 @@ from ecornn.bench.profiling.alive import Alive, held_by
 from ecornn.profiler import MemoryReport, assemble, light, profile
 from ecornn.profiler.light import LightCollector, operator_of
 from ecornn.profiler.model import TENSORS
+from support.functions import Doubled
 from support.hooks import is_untouched
 from support.recorded_steps import DRIVER, UNSPLIT, Emulated, recorded
 
@@ -87,17 +88,6 @@ def _kept(report: MemoryReport) -> Counter[Any]:
     return Counter((one.bytes, one.module, one.line) for one in kept)
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 2
-
-
 class Odd(nn.Module):
     """Called twice, in place, without gradients, by a function of its own, in a checkpoint."""
 
@@ -110,7 +100,7 @@ class Odd(nn.Module):
         x = (self.inner(self.inner(x)) + 1).mul_(2)
         with torch.no_grad():
             scale = (x * x).mean()
-        x = Twice.apply(x)
+        x = Doubled.apply(x)
         x = checkpoint(self.again, x, use_reentrant=True)
         return (x / scale).sum()
 
@@ -134,7 +124,7 @@ def test_odd_steps(from_history: list[LightCollector]) -> None:
     assert report.peak_bytes == report.timeline.total(report.peak_time)
     assert report.unit == "allocation"
     kept = {by for held in report.held for by in held.kept_by}
-    assert {"inner.1: tanh", "Twice", "again.1: sigmoid"} <= kept
+    assert {"inner.1: tanh", "Doubled", "again.1: sigmoid"} <= kept
     state = {held.module for held in report.held if held.kind == "optimizer state"}
     assert state == {"inner.0", "again.0", "again.2"}
     made_again = [
