@@ -18,7 +18,7 @@ from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.training.measure import predicted_peak
 from ecornn.bench.training.memory import allocated_peak, held_bytes, peak_bytes
 from ecornn.echo import cudnn, fakes
-from ecornn.echo.cudnn import SHORT, Asked, Room, at_length, room_of_cudnn
+from ecornn.echo.cudnn import BLOCK, SHORT, Asked, Room, at_length, room_of_cudnn
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean import cross_entropy, layers
 from ecornn.echo.rehearse import Counted
@@ -297,11 +297,11 @@ class PretendedCudnn:
     """Takes what cuDNN's operators take in three calls, and refuses what they refuse."""
 
     def __init__(self) -> None:
-        self.handed_out = 0
+        self.asked_for = 0
 
     def take(self, *shape: int) -> Tensor:
         made = torch.zeros(shape)
-        self.handed_out += -(-made.nbytes // 512) * 512
+        self.asked_for += made.nbytes
         return made
 
     def _cudnn_rnn_flatten_weight(self, weights: list[Tensor], *_: Any) -> Tensor:
@@ -331,20 +331,23 @@ def test_what_cudnn_takes_is_told_from_what_it_makes(
 ) -> None:
     pretended = PretendedCudnn()
     monkeypatch.setattr(cudnn, "aten", pretended)
-    monkeypatch.setattr(cudnn, "handed_out", lambda _: pretended.handed_out)
+    monkeypatch.setattr(cudnn, "asked_for", lambda _: pretended.asked_for)
     weights = ((gates * 32, 32), (gates * 32, 32), (gates * 32,), (gates * 32,)) * 2
     states = (2, 16, 32)
     options = (2 if gates == 4 else 3, 32, 0, 1, batch_first, 0.0, True, True)
     cells = states if gates == 4 else None
     asked = Asked(16, 32, weights, 4, states, cells, options, torch.float32, torch.device("cpu"))
     room = cudnn.measured(asked, 6)
-    assert room == Room(6 * 16 * 300 * 4, -(-6 * 1000 * 4 // 512) * 512, 6 * 16 * 500 * 4)
+    assert room == Room(6 * 16 * 300 * 4, 6 * 1000 * 4, 6 * 16 * 500 * 4)
 
 
 def test_what_cudnn_takes_at_a_length_follows_from_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    short, longer = Room(1_000, 50, 0), Room(1_000 + 4 * 300, 50 + 4 * 10, 400)
-    assert at_length(short, longer, SHORT[1]) == longer
-    assert at_length(short, longer, 50) == Room(1_000 + 48 * 300, 50 + 48 * 10, 4_800)
+    short = Room(1_000 * BLOCK, 50 * BLOCK, 0)
+    longer = Room((1_000 + 4 * 300) * BLOCK, (50 + 4 * 10) * BLOCK, 400)
+    whole = Room(longer.reserve, longer.forward, BLOCK)
+    assert at_length(short, longer, SHORT[1]) == whole
+    far = Room((1_000 + 48 * 300) * BLOCK, (50 + 48 * 10) * BLOCK, 10 * BLOCK)
+    assert at_length(short, longer, 50) == far
     monkeypatch.setattr(cudnn, "_KNOWN", {})
     with Counted("cpu"):
         call = layer_call()

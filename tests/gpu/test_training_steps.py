@@ -97,7 +97,7 @@ LAYERS = [torch.nn.LSTM, torch.nn.GRU]
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_cudnn_reserves_grows_by_the_step(layer: type[torch.nn.RNNBase]) -> None:
     """Measured at two short lengths, and compared with what a long one takes."""
-    from ecornn.echo.cudnn import handed_out, room_of_cudnn
+    from ecornn.echo.cudnn import asked_for, room_of_cudnn
 
     steps, batch, hidden = 60, 48, 512
     made = layer(hidden, hidden).cuda()
@@ -109,11 +109,11 @@ def test_what_cudnn_reserves_grows_by_the_step(layer: type[torch.nn.RNNBase]) ->
     weights = [weight.detach() for weight in made.parameters()]
     together = torch.empty(0, device=CUDA).set_(weights[0].untyped_storage())
     room = room_of_cudnn(given, weights, 4, together, state, cells, *options)
-    before = handed_out(torch.device("cuda", 0))
+    before = asked_for(torch.device("cuda", 0))
     output, *_, reserve, _ = torch.ops.aten._cudnn_rnn(
         given, weights, 4, together, state, cells, *options
     )
-    taken = handed_out(torch.device("cuda", 0)) - before
+    taken = asked_for(torch.device("cuda", 0)) - before
     assert reserve.nbytes == pytest.approx(room.reserve, rel=0.02)
     assert taken - output.nbytes - reserve.nbytes == pytest.approx(room.forward, rel=0.1, abs=2e6)
 

@@ -120,10 +120,11 @@ static inline unsigned short to_bf16(float x) {
   return x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// To nearest, ties away from zero; a NaN stays one, whose last bits were perhaps all it had.
+// To nearest, ties away from zero. A NaN whose last bits are all it has becomes an infinity, as it
+// did on an H200.
 static inline unsigned to_tf32_on_cpu(unsigned bits) {
-  const unsigned size = bits & 0x7fffffffu;
-  return size > 0x7f800000u ? 0x7fffffffu : size == 0x7f800000u ? bits : bits + 0x1000u & 0xffffe000u;
+  const bool finite = (bits & 0x7fffffffu) < 0x7f800000u;
+  return (finite ? bits + 0x1000u : bits) & 0xffffe000u;
 }
 
 // Element by element, as other threads write them.

@@ -58,14 +58,17 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
+// A NaN may have no bits but those that a product as TF32 does not take: then it is an infinity.
+__device__ __forceinline__ u32 quiet(u32 bits) {
+  return (bits & ~0u >> 1) > 0x7f800000u ? 0x7fc00000u : bits;
+}
+
 // A result must not look like the mark: such a NaN is published as another NaN.
 __device__ __forceinline__ u16 unmarked(u16 bits) {
   return GRID && bits == 0xffffu ? 0x7fffu : bits;
 }
 // As one that a number can be added to: see `factor`.
-__device__ __forceinline__ u32 unmarked(u32 bits) {
-  return GRID && (bits & ~0u >> 1) > 0x7f800000u ? 0x7fc00000u : bits;
-}
+__device__ __forceinline__ u32 unmarked(u32 bits) { return GRID ? quiet(bits) : bits; }
 
 #if CLUSTER > 1
 __device__ __forceinline__ u32 cluster_rank() {

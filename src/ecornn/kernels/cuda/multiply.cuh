@@ -416,9 +416,9 @@ struct Multiplier : Memory {
     for (int i = threadIdx.x; i < 2 * VECTOR_BYTES / 16; i += THREADS)
       reinterpret_cast<uint4*>(vectors(0))[i] = make_uint4(0, 0, 0, 0);
   }
-  // v from memory: unpadded rows of `hidden` (only where INNER is 1)
+  // v from memory, where a NaN may be any: unpadded rows of `hidden` (only where INNER is 1)
   __device__ __forceinline__ void fill_vectors(int slot, const Element* rows) const {
     for (int i = threadIdx.x; i < sequences * hidden; i += THREADS)
-      *place(slot, i / hidden, 0, i % hidden) = pushed(rows[i]);
+      *place(slot, i / hidden, 0, i % hidden) = pushed(DTYPE == 2 ? quiet(rows[i]) : rows[i]);
   }
 };
