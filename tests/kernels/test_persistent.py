@@ -18,6 +18,7 @@ from ecornn.backends.persistent_calls import Piece, pieces
 from ecornn.kernels.jit import Variant, build, compiler_unavailable
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.jit.resources import resources
+from ecornn.kernels.losses import CrossEntropyArguments, CrossEntropyTile
 from ecornn.kernels.persistent import device
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.choose import (
@@ -145,6 +146,16 @@ def test_the_shares_compile_for(arch: str, numbers: str, monkeypatch: pytest.Mon
     code = build_for(arch, ShareTile(numbers).variant(arch), turn, monkeypatch)
     assert b"shares" in code
     assert resources(code).frame_bytes == 0 or not optimizes(arch, turn)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_gradient_of_cross_entropy_compiles_for(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = build_for(arch, CrossEntropyTile().variant(arch), 0, monkeypatch)
+    assert b"cross_entropy" in code
+    assert resources(code).frame_bytes == 0 or not optimizes(arch, 0)
 
 
 def _tuned(entry: dict[str, Any]) -> Tile:
@@ -323,6 +334,7 @@ def _members(source: str, name: str) -> list[str]:
         ("exchange_floor.cu", FloorArguments),
         ("gradients.cu", GradientArguments),
         ("shares.cu", ShareArguments),
+        ("cross_entropy.cu", CrossEntropyArguments),
     ],
 )
 def test_arguments_are_those_of_the_source(source: str, structure: type[ctypes.Structure]) -> None:

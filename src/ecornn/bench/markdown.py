@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ecornn.bench.compare import Judgement, by_target, tally, worst
+from ecornn.bench.limits import why_missed
 from ecornn.bench.results import Results, Scalar
 
 
@@ -64,4 +65,21 @@ def judged(judgements: Sequence[Judgement]) -> str:
         for target, found in by_target(judgements)
     ]
     title = f"Targets, over their cases: {tally(judgements)}\n"
-    return f"{title}\n{table(['of', 'target', 'cases', 'worst'], body)}"
+    return f"{title}\n{table(['of', 'target', 'cases', 'worst'], body)}{_missed(judgements)}"
+
+
+def _missed(judgements: Sequence[Judgement]) -> str:
+    """Each case that misses its target, with what is known of the reason."""
+    body = [
+        [
+            "all" if one.case is None else str(one.case),
+            str(one.target),
+            one.reason if one.found is None else f"{one.found:.2f}{one.target.unit}",
+            why_missed(one) or "not known",
+        ]
+        for one in judgements
+        if one.outcome == "failed"
+    ]
+    if not body:
+        return ""
+    return f"\nMissed, and why\n\n{table(['case', 'target', 'found', 'what limits it'], body)}"

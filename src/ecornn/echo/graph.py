@@ -36,13 +36,19 @@ class NotUnderstood(EcornnError, RuntimeError):
 #: "cheap"    everything else: elementwise operators, reductions, copies
 KINDS = ("input", "constant", "view", "product", "random", "opaque", "number", "cheap")
 
-#: Operators that are never run again, by the name of their packet.
+_ATTENTION = (
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+)
+#: Operators that are never run again, by the name of their packet. Those of the backward pass are
+#: kernels of their own too: what they read is in memory.
 PRODUCTS = frozenset(
     {
-        *("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
-        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot"),
         *("_scaled_mm", "_grouped_mm", "linear", "matmul", "einsum"),
+        *("convolution", "convolution_backward"),
+        *_ATTENTION,
+        *(f"{name}_backward" for name in _ATTENTION),
     }
 )
 

@@ -21,7 +21,7 @@ from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.graph import NotUnderstood, read_graph
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.plan.budget import NO_LIMITS, Limits, plans_for, rank, refuse
+from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, plans_for, rank, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices, fused, one_by_one
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
@@ -38,9 +38,6 @@ STOCK: dict[str, Partitioner] = {
 #: its min-cut took 18 s for 13,686, and to keep all 1.8 of 9.6 s for 15,126, which one of our own
 #: plans does as well.
 MOST_FOR_STOCK = 6000
-#: For "auto": of a peak. One that is lower by less than this is not worth any time; estimates are
-#: not as good as that.
-ALIKE = 0.02
 #: How many of our own plans are rewritten before torch's are taken.
 TRIES = 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ecornn.echo.graph import read_graph
@@ -9,7 +10,7 @@ from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.budget import LITTLE, without_the_least
 from ecornn.echo.plan.groups import run_again
-from ecornn.echo.plan.prices import fused
+from ecornn.echo.plan.prices import fused, read_by_heavy
 from ecornn.echo.plan.search import Search
 from support.joints import joint_of, leaf
 
@@ -44,3 +45,21 @@ def test_a_kernel_for_each_small_weight_is_not_worth_it() -> None:
     assert again[least.plan.label] >= {16 * 16 * 2, large}
     assert large in again[taken.plan.label]
     assert 16 * 16 * 2 not in again[taken.plan.label]
+
+
+def convolved(x: Tensor, weight: Tensor) -> Tensor:
+    return F.relu(F.conv2d(x.bfloat16(), weight.bfloat16())).float()
+
+
+def test_what_a_convolution_s_gradient_reads_is_in_memory() -> None:
+    joint = joint_of(convolved, leaf((2, 3, 8, 8)), leaf((4, 3, 3, 3)))
+    passes = Passes(read_graph(joint), 1)
+    operations = passes.graph.operations
+    (backward,) = (op for op in operations if op.target.startswith("aten.convolution_backward"))
+    assert backward.kind == "product"
+    casts = {i for i in passes.needed if "_to_copy" in operations[i].target}
+    assert len(casts) == 2, [operations[i].target for i in passes.needed]
+    assert casts <= read_by_heavy(passes)
+    # the ReLU's mask is computed where the gradient is read
+    others = {operations[i].target for i in passes.needed - read_by_heavy(passes)}
+    assert len(others) == 1, others

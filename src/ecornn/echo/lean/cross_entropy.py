@@ -5,6 +5,11 @@ of it and that of the scores. Here it is the scores and their gradient; or one o
 nothing else refers to the scores: then their gradient takes their place. The operators, and the
 order in which they add, are torch's own, so that every bit is the same.
 
+Of float32 scores on a GPU the backward pass is one kernel of ours, which reads them once and writes
+the gradient. All that the log-softmax was computed with are two numbers a row: its largest score,
+which no order of adding changes, and the logarithm of its sum. That is, negated and to the bit,
+what torch's log-softmax is where the largest score stands.
+
 Shape suffixes: N rows, V classes, R rows of a chunk.
 """
 
@@ -18,6 +23,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ecornn.echo.lean.alone import Loan
+from ecornn.kernels.losses import RowSums, cross_entropy_gradient, cross_entropy_launcher
 
 aten = torch.ops.aten
 
@@ -94,22 +100,26 @@ class _CrossEntropy(torch.autograd.Function):
         reduction: int,
         loan: Loan,
     ) -> Tensor:
+        kernel = cross_entropy_launcher(scores_NV)
         rows = rows_at_once(scores_NV)
         pairs = zip(scores_NV.split(rows), target_N.split(rows), strict=True)
-        chunks = [_losses(scores, target, ignore_index) for scores, target in pairs]
-        loss, total = torch.cat(chunks), scores_NV.new_zeros(())
+        chunks = [
+            _losses(scores, target, ignore_index, summed=kernel is not None)
+            for scores, target in pairs
+        ]
+        loss, *sums = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        total = scores_NV.new_zeros(())
         if reduction != NONE:
-            # As the log-softmax of a single class: torch adds them in the same order.
             picked_N1 = loss.neg_().unsqueeze(1)
-            single_N = (target_N == ignore_index) * IGNORED
+            single_N = _single(target_N, ignore_index)
             loss, total = aten.nll_loss_forward(picked_N1, single_N, None, reduction, IGNORED)
-        ctx.save_for_backward(scores_NV, target_N, total)
-        ctx.asked, ctx.loan = (reduction, ignore_index), loan
+        ctx.save_for_backward(scores_NV, target_N, total, *sums)
+        ctx.asked, ctx.loan, ctx.kernel = (reduction, ignore_index), loan, kernel
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores_NV, target_N, total = ctx.saved_tensors
+        scores_NV, target_N, total, *sums = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative: torch's operators have one
             found = _gradient(scores_NV, target_N, total, grad, *ctx.asked)
             return found, None, None, None, None
@@ -117,6 +127,15 @@ class _CrossEntropy(torch.autograd.Function):
             found = scores_NV.detach()
         else:
             found = torch.empty_like(scores_NV, memory_format=torch.contiguous_format)
+        # hooks on what is kept may have given it another form
+        as_kept = all(kept.is_contiguous() for kept in (scores_NV, target_N, *sums))
+        if ctx.kernel is not None and as_kept and not torch.compiler.is_compiling():
+            largest_N, log_sum_N = sums
+            slope_N = _slopes(target_N, total, grad, largest_N, *ctx.asked)
+            if type(scores_NV) is not FakeTensor:
+                summed = RowSums(largest_N, log_sum_N, slope_N)
+                cross_entropy_gradient(ctx.kernel, scores_NV, target_N, summed, found)
+            return found, None, None, None, None
         rows = rows_at_once(scores_NV)
         each = [tensor.split(rows) for tensor in (scores_NV, target_N, found)]
         grads = grad.split(rows) if grad.dim() else [grad] * len(each[0])
@@ -125,11 +144,36 @@ class _CrossEntropy(torch.autograd.Function):
         return found, None, None, None, None
 
 
-def _losses(scores_RV: Tensor, target_R: Tensor, ignore_index: int) -> Tensor:
-    """Of each row; a function, so that a chunk's log-softmax is gone before the next is made."""
+def _losses(
+    scores_RV: Tensor, target_R: Tensor, ignore_index: int, *, summed: bool
+) -> tuple[Tensor, ...]:
+    """Of each row, and where the rows are `summed` their largest scores and the logarithms of their
+    sums; a function, so that a chunk's log-softmax is gone before the next is made."""
     log_RV = aten._log_softmax(scores_RV, 1, False)
-    found: Tensor = aten.nll_loss_forward(log_RV, target_R, None, NONE, ignore_index)[0]
-    return found
+    loss_R: Tensor = aten.nll_loss_forward(log_RV, target_R, None, NONE, ignore_index)[0]
+    if not summed:
+        return (loss_R,)
+    largest_R1, places_R1 = scores_RV.max(1, keepdim=True)
+    return loss_R, largest_R1.squeeze(1), log_RV.gather(1, places_R1).squeeze(1).neg_()
+
+
+def _single(target_N: Tensor, ignore_index: int) -> Tensor:
+    """Targets among a single class: of its log-softmax torch adds the losses in the same order."""
+    return (target_N == ignore_index) * IGNORED
+
+
+def _slopes(
+    target_N: Tensor,
+    total: Tensor,
+    grad: Tensor,
+    like_N: Tensor,
+    reduction: int,
+    ignore_index: int,
+) -> Tensor:
+    """What arrives at each target's log-softmax."""
+    given = (_single(target_N, ignore_index), None, reduction, IGNORED, total)
+    found: Tensor = aten.nll_loss_backward(grad, like_N.unsqueeze(1), *given)
+    return found.squeeze(1)
 
 
 def _gradient(

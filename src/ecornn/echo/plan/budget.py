@@ -10,7 +10,7 @@ from functools import partial
 from ecornn.echo.options import Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.estimate import Estimate
-from ecornn.echo.plan.prices import Prices
+from ecornn.echo.plan.prices import Prices, read_by_heavy
 from ecornn.echo.plan.search import Found, Search
 from ecornn.errors import InvalidInput
 from ecornn.sizes import size_text
@@ -20,8 +20,11 @@ NEARLY_FREE = 0.02
 #: Of that of both passes: what any plan spends at most. Beyond, a smaller batch is the better way.
 AT_MOST = 1.0
 
+#: Of a peak: one that is lower by less than this is not worth any time; estimates are not as good
+#: as that, and what is hardly anything would count where plans differ by little else.
+ALIKE = 0.03
 #: Of a peak: what "auto" leaves unsaved where saving it takes time.
-LITTLE = 0.01
+LITTLE = 0.015
 
 
 @dataclass(frozen=True)
@@ -112,17 +115,29 @@ def without_the_least(search: Search, one: Found) -> None:
     """Look at a plan that also keeps the results which are hardly anything, all of them together,
     and take kernels to make again: one for each small weight's cast, say."""
     passes, left = search.passes, LITTLE * search.peak(one) / search.calls
-    costly = [group for group in search.groups(one) if group.seconds > 0]
-    bytes_of = {group: passes.bytes_of(group.needed) for group in costly}
+    in_memory, launch = read_by_heavy(passes), search.prices.launch
+    # whatever else is made again may be part of the kernel that reads it
+    seconds = {
+        group: group.seconds + launch * len(group.needed & in_memory)
+        for group in search.groups(one)
+        if group.seconds > 0
+    }
+    bytes_of = {group: passes.bytes_of(group.needed) for group in seconds}
     kept = one.plan.kept
-    for group in sorted(costly, key=lambda g: (bytes_of[g] / g.seconds, min(g.operations))):
+    for group in sorted(seconds, key=lambda g: (bytes_of[g] / seconds[g], min(g.operations))):
         left -= bytes_of[group]
         if left < 0:
             break
         kept |= group.needed
-    if kept != one.plan.kept and not search.tired:
-        label = f"{one.plan.label}, what is hardly anything kept too"
-        search.look_at(label, kept, one.plan.window)
+    if kept == one.plan.kept:
+        return
+    # with copies for as many operations as in each plan of a peak like its own
+    most = search.peak(one) * (1 + ALIKE)
+    twins = [f for (k, _), f in search.found.items() if k == one.plan.kept]
+    for twin in twins:
+        if search.peak(twin) <= most and not search.tired:
+            label = f"{twin.plan.label}, what is hardly anything kept too"
+            search.look_at(label, kept, twin.plan.window)
 
 
 def rank(limits: Limits, estimate: Estimate, calls: int) -> tuple[float, ...] | None:

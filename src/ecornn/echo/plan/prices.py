@@ -29,6 +29,22 @@ class Prices:
         return moved / self.bandwidth + launches * self.launch
 
 
+def read_by_heavy(passes: Passes) -> frozenset[int]:
+    """Operations whose results a kernel of its own reads in the backward pass: made again, they
+    take one as well."""
+    operations = passes.graph.operations
+    found: set[int] = set()
+    waiting = [
+        u for i in passes.backward if operations[i].kind in HEAVY for u in operations[i].uses
+    ]
+    while waiting:
+        i = waiting.pop()
+        if i not in found:
+            found.add(i)
+            waiting += operations[i].uses if operations[i].kind == "view" else ()
+    return frozenset(found)
+
+
 def one_by_one(seconds: Sequence[float]) -> Prices:
     def of(program: Program) -> float:
         return sum(seconds[step.operation] for step in program.steps[program.given :])
