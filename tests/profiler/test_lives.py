@@ -206,8 +206,8 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
         0,
         1,
     )
-    lives = Lives(done, marks.said, seen.addresses)
-    seen.apply(lives)
+    lives = Lives(done, marks.said, seen.seen.addresses)
+    seen.seen.apply(lives)
     told = {one.bytes: (one.role, one.kept_by, one.shape, one.dtype) for one in lives.records}
     assert told == {
         16: ("weights", (), (4,), torch.float32),

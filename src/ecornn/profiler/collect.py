@@ -50,6 +50,7 @@ from ecornn.profiler.places import (
     Calls,
     Line,
     Lines,
+    folders_now,
     generates_code,
     in_generated_code,
     passed_over_by_compiler,
@@ -331,9 +332,12 @@ class Collector(TorchDispatchMode):
         self._keep(by, tensor, region, COMPILED, None)
         for part in parts(tensor):
             value = self._saved_values[key].get(part.untyped_storage()._cdata)
+            if value is None:
+                continue
             for record in self.ledger.records_of(part):
-                if value is not None and record.born and not record.role:
-                    record.module, record.line_text = value.module or "", value.line_text
+                if record.born and not record.role:
+                    record.module = value.module or ""
+                    record.line_text = value.line_text(folders_now())
                     if record.operator == COMPILED:
                         record.operator = value.operator or COMPILED
 

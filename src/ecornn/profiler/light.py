@@ -31,18 +31,13 @@ from ecornn.profiler import (
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
 from ecornn.profiler.history import History, Recording
 from ecornn.profiler.kept import Graph, Node, Starts, name_of, running_node
-from ecornn.profiler.lives import Lives, Mark, Marks
-from ecornn.profiler.observation import (
-    Observation,
-    compiled_notes,
-    elsewhere_notes,
-    packed_notes,
-)
+from ecornn.profiler.lives import Mark, Marks
+from ecornn.profiler.observation import compiled_notes, elsewhere_notes, packed_notes
 from ecornn.profiler.operators import COMPILED
-from ecornn.profiler.places import Calls, passed_over_by_compiler
-from ecornn.profiler.recorded import HistoryCounts
+from ecornn.profiler.places import Calls, folders_now, passed_over_by_compiler
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.sightings import Keeper, Sightings
+from ecornn.profiler.taken import Taken
 from ecornn.profiler.threads import Makers
 
 #: Nodes that only look at a gradient in another way: they allocate nothing.
@@ -140,22 +135,22 @@ class LightCollector:
                 if device.type == "cuda":
                     history.hush(self._recorder.say, device)
 
-    def observation(self) -> Observation:
+    def taken(self) -> Taken:
+        """After `stop`: all that a report is made from."""
         assert self._history is not None
-        found = Lives(self._history, self._marks.said, self.sightings.addresses)
-        self.sightings.apply(found)
-        count = HistoryCounts(self._history, found.reserved_at, self._recorder.driver_bytes())
-        return Observation(
+        notes = (
+            *elsewhere_notes(set(map(str, self.sightings.elsewhere))),
+            *compiled_notes(saw_compiled=bool(self._saved_values), unread=self._unread),
+            *packed_notes(self.graph.packed),
+        )
+        return Taken(
             self._device,
-            found.records,
-            found.times,
-            count,
-            [
-                *elsewhere_notes(set(map(str, self.sightings.elsewhere))),
-                *compiled_notes(saw_compiled=bool(self._saved_values), unread=self._unread),
-                *packed_notes(self.graph.packed),
-            ],
-            unit="allocation",
+            self._history,
+            self._marks.said,
+            self.sightings.seen,
+            self._recorder.driver_bytes(),
+            notes,
+            folders_now(),
         )
 
     def _moved(self) -> None:

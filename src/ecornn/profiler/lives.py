@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ecornn.profiler.history import History
-from ecornn.profiler.places import file_line, passed_over_file
+from ecornn.profiler.places import Folders, file_line, passed_over_file
 from ecornn.profiler.storages import Record
 
 #: Before all that is recorded.
@@ -98,8 +98,11 @@ class Lives:
     its own. What ends between two allocations is there at the time of the first, so that the most
     that is alive at any time is the most there ever was."""
 
-    def __init__(self, history: History, said: Said, addresses: Iterable[int]) -> None:
-        """`addresses`: those that will be asked for."""
+    def __init__(
+        self, history: History, said: Said, addresses: Iterable[int], folders: Folders = ()
+    ) -> None:
+        """`addresses`: those that will be asked for. `folders`: from which lines are told."""
+        self.folders = folders
         #: At each time from 1: operator, module, phase.
         self.times: list[tuple[str, str, str]] = []
         #: After which time it changed, and by how much until then: memory taken from the device.
@@ -132,7 +135,7 @@ class Lives:
         self, events: Sequence[Mapping[str, Any]], said: Said
     ) -> tuple[dict[int, Record], int]:
         """What is alive at the end, by address, and how much more is reserved than before."""
-        place_of, nowhere = Places().of, ("", "")
+        place_of, nowhere = Places(self.folders).of, ("", "")
         alive: dict[int, Record] = {}
         passed, time, reserved = FIRST + 1, 0, 0
         told, (phase, module, node) = "", NOTHING
@@ -189,7 +192,8 @@ class Places:
     """Each frame is looked at once: torch makes one of all that are alike, and they live as long as
     the history does."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
         #: By the identity of a frame; lines are None in files that are passed over.
         self._functions: dict[int, str] = {}
         self._lines: dict[int, str | None] = {}
@@ -206,12 +210,13 @@ class Places:
         for frame in frames:
             line = lines.get(id(frame), "")
             if line == "":
-                line = lines[id(frame)] = _line_of(frame)
+                line = lines[id(frame)] = self._line_of(frame)
             if line is not None:
                 return function, line
         return function, ""
 
-
-def _line_of(frame: Mapping[str, Any]) -> str | None:
-    file = frame["filename"]
-    return None if passed_over_file(file) else file_line(file, frame["line"], frame["name"])
+    def _line_of(self, frame: Mapping[str, Any]) -> str | None:
+        file = frame["filename"]
+        if passed_over_file(file):
+            return None
+        return file_line(file, frame["line"], frame["name"], self._folders)

@@ -22,6 +22,8 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _ROOMS = ("profiler", "nn", "ops", "backends", "kernels", "planner", "echo")
 _OURS = tuple(f"{Path(__file__).parents[1] / room}/" for room in _ROOMS)
 Line = tuple[CodeType, int]
+#: Where files are imported from.
+Folders = tuple[str, ...]
 
 
 @cache
@@ -99,21 +101,30 @@ def in_generated_code() -> bool:
     return line is not None and line[0].co_filename.startswith(cache_dir())
 
 
-def line_text(line: Line | None) -> str:
+def folders_now() -> Folders:
+    """A program may go elsewhere before its report is read."""
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        here = ""  # removed meanwhile
+    return (here, *sys.path)
+
+
+def line_text(line: Line | None, folders: Folders) -> str:
     """Such as "package/model.py:12 in forward", from the folder that the file was imported from."""
     if line is None:
         return ""
     code, number = line
-    return file_line(code.co_filename, number, code.co_name)
+    return file_line(code.co_filename, number, code.co_name, folders)
 
 
-def file_line(file: str, number: int, function: str) -> str:
-    return f"{_short(file, tuple(sys.path))}:{number} in {function}"
+def file_line(file: str, number: int, function: str, folders: Folders) -> str:
+    return f"{_short(file, folders)}:{number} in {function}"
 
 
 @cache
-def _short(name: str, folders: tuple[str, ...]) -> str:
-    roots = [root.rstrip("/") + "/" for root in (str(Path.cwd()), *folders) if root]
+def _short(name: str, folders: Folders) -> str:
+    roots = [root.rstrip("/") + "/" for root in folders if root]
     return name[len(max((root for root in roots if name.startswith(root)), key=len, default="")) :]
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ecornn.errors import EcornnError, InvalidInput
 from ecornn.profiler.allocator import EVERY
-from ecornn.profiler.assemble import assemble
+from ecornn.profiler.assemble import assemble, assemble_later
 from ecornn.profiler.collect import Collector
 from ecornn.profiler.history import Recorder
 from ecornn.profiler.kept import missing
@@ -95,7 +95,11 @@ class Profile:
         self._collector = None
         del self._model, self._optimizers
         collector.stop(failed=error is not None)
-        self._report = assemble(collector.observation(), error)
+        self._report = (
+            assemble_later(collector.taken(), error)
+            if isinstance(collector, LightCollector)
+            else assemble(collector.observation(), error)
+        )
         if error is not None:
             with suppress(AttributeError):  # of exceptions that take none
                 error.memory_report = self._report  # type: ignore[attr-defined]
