@@ -192,18 +192,20 @@ def test_it_tells_of_the_step_and_not_of_the_time_of_reading(
     line = next(held.line for held in expected.held if "tanh" in str(held.kept_by))
     report = unread()
     version = torch.__version__
-    monkeypatch.setattr(torch, "__version__", "another")
-    monkeypatch.setattr(assemble.platform, "python_version", lambda: "another")
-    monkeypatch.setattr(assemble, "_in_blocks", lambda _: False)
-    monkeypatch.setattr(Emulated, "driver_bytes", lambda _: DRIVER + 1)
-    monkeypatch.setattr("sys.path", [])
-    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as later:
+        later.setattr(torch, "__version__", "another")
+        later.setattr(assemble.platform, "python_version", lambda: "another")
+        later.setattr(assemble, "_in_blocks", lambda _: False)
+        later.setattr(Emulated, "driver_bytes", lambda _: DRIVER + 1)
+        later.setattr("sys.path", [])
+        later.chdir(tmp_path)
+        told = next(held.line for held in report.held if "tanh" in str(held.kept_by))
     assert report.environment["torch"] == version
     assert report.environment == expected.environment
     assert (report.by_kind()["driver"], report.notes) == (DRIVER, ())
     assert report.by_kind()["rounding"] == expected.by_kind()["rounding"]
-    told = next(held.line for held in report.held if "tanh" in str(held.kept_by))
     assert told == line
+    assert "test_unread.py:" in line
     assert not Path(line).is_absolute()
 
 

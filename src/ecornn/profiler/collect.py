@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ecornn.profiler import allocator, kept, operators, places, storages, threads
 from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
+from ecornn.profiler.inventory import contents_of
 from ecornn.profiler.kept import (
     Graph,
     Node,
@@ -43,7 +44,6 @@ from ecornn.profiler.operators import (
     Operator,
     Origin,
     describe,
-    is_fake,
     tensors_in,
 )
 from ecornn.profiler.places import (
@@ -109,9 +109,10 @@ class Collector(TorchDispatchMode):
         self._saved_values: dict[tuple[int, int], dict[int, Value]] = {}
         self.unread = 0
         self._compiled = CompiledGraphs(model)
-        self._roles = Roles(self.ledger, model, optimizers)
+        contents = contents_of(model)
+        self._roles = Roles(self.ledger, model, contents, optimizers)
         self._makers = Makers()
-        self._calls = Calls(model, self._makers, self._roles.inputs)
+        self._calls = Calls(contents.modules, self._makers, self._roles.inputs)
         self._running = self._calls.running
         self._starts: Starts | None = None
         #: The storages that were there before; weak, so that a new one at an address is told apart.
@@ -119,7 +120,7 @@ class Collector(TorchDispatchMode):
         #: The last node that was seen to be made: by whom, and its number.
         self._last = (0, -1)
         #: None also where tensors on a GPU are only simulated.
-        real = device.type == "cuda" and not is_fake(model)
+        real = device.type == "cuda" and not contents.are_fake
         self.untold = allocator.missing(device) if real else None
         real = real and self.untold is None
         self.allocator = Allocator(device, self.ledger.bytes_alive, every) if real else None

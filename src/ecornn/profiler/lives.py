@@ -8,6 +8,7 @@ the address, the one meant is the last before that number was passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,14 @@ class Mark(NamedTuple):
 NOTHING = Mark("forward", "")
 
 
+@lru_cache(maxsize=4096)
+def mark_of(phase: str, module: str) -> Mark:
+    """Made once: modules come again and again."""
+    return Mark(phase, module)
+
+
+#: As autograd keeps the hooks of a tensor: they are gone from every node when this is emptied.
+Hooks = dict[int, Callable[[Any], None]]
 #: By the text of a number: the number, and what it stands for.
 Said = Mapping[str, tuple[int, Mark]]
 
@@ -45,8 +54,9 @@ class Marks:
         #: By the text of the number.
         self.said: dict[str, tuple[int, Mark]] = {}
         self._now, self.last = NOTHING, next(self._next)
-        #: Those that were made since that number was set.
-        self._setters: dict[tuple[str, str], Callable[[Any], None]] = {}
+        #: Those that were made since that number was set, and all of them.
+        self._hooks: dict[tuple[str, str], Hooks] = {}
+        self._every: list[Hooks] = []
         self._made_at = FIRST
 
     def set(self, mark: Mark) -> None:
@@ -62,17 +72,23 @@ class Marks:
         self.set(self._now)
         return number
 
-    def setter(self, module: str, node: str) -> Callable[[Any], None]:
-        """A hook for nodes of the backward pass: one for all that are alike, since a step has
-        thousands. As long as no number was passed since it was made, it says one text over and
-        over, which takes about half the time that a new number does."""
+    def known_hooks(self) -> dict[tuple[str, str], Hooks]:
+        """By module and name, for nodes of the backward pass: one for all that are alike, since a
+        step has thousands. They are those that were made since a number was passed last, and until
+        one is."""
         if self._made_at != self.last:
-            self._setters.clear()
+            self._hooks = {}
             self._made_at = self.last
-        key = (module, node)
-        found = self._setters.get(key)
+        return self._hooks
+
+    def hooks_for(self, module: str, node: str) -> Hooks:
+        """One of them. As long as no number was passed since it was made, it says one text over
+        and over, which takes about half the time that a new number does."""
+        known, key = self.known_hooks(), (module, node)
+        found = known.get(key)
         if found is None:
-            found = self._setters[key] = self._make_setter(Mark("backward", module, node))
+            found = known[key] = {0: self._make_setter(Mark("backward", module, node))}
+            self._every.append(found)
         return found
 
     def _make_setter(self, mark: Mark) -> Callable[[Any], None]:
@@ -89,8 +105,12 @@ class Marks:
         return setter
 
     def close(self) -> None:
-        """Hooks hold on to this, and this must not hold on to them."""
-        self._setters.clear()
+        """Nodes that live on have no hook from now on. Hooks hold on to this, and this must not
+        hold on to them."""
+        for hooks in self._every:
+            hooks.clear()
+        self._every.clear()
+        self._hooks.clear()
 
 
 class Lives:

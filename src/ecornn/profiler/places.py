@@ -137,13 +137,13 @@ class Calls:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Iterable[tuple[str, nn.Module]],
         makers: Makers,
         entered: Callable[[Iterable[Any]], None],
         moved: Callable[[], None] | None = None,
     ) -> None:
-        """`entered` is told what a module is called with while no other one is running; `moved`
-        that another one is the innermost."""
+        """`modules`: with their paths. `entered` is told what one is called with while no other
+        runs; `moved` that another one is the innermost."""
         self._makers, self._entered = makers, entered
         self._moved = _nothing if moved is None else moved
         #: Read by the collector at every operator.
@@ -152,7 +152,7 @@ class Calls:
         #: innermost path.
         self._changes: dict[int, tuple[list[int], list[str]]] = defaultdict(lambda: ([0], [""]))
         self._handles: list[Any] = []
-        for path, module in model.named_modules():
+        for path, module in modules:
             self._watch(module, path)
 
     def _watch(self, module: nn.Module, path: str) -> None:
@@ -193,8 +193,12 @@ class Calls:
 
     def at(self, maker: int, number: int) -> str:
         """The path of the module in whose call a thread made its node with this number."""
+        return self.all_at(maker, (number,))[0]
+
+    def all_at(self, maker: int, made: Iterable[int]) -> list[str]:
+        """The same of several."""
         numbers, paths = self._changes[maker]
-        return paths[bisect_right(numbers, number) - 1]
+        return [paths[bisect_right(numbers, number) - 1] for number in made]
 
     def _resumed(self, path: str, inner: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """`inner`, each of its pieces run as part of the module."""

@@ -20,7 +20,7 @@ from ecornn.profiler.lives import FIRST, Lives
 from ecornn.profiler.operators import COMPILED
 from ecornn.profiler.places import Folders
 from ecornn.profiler.roles import Entry
-from ecornn.profiler.storages import Record, parts
+from ecornn.profiler.storages import PLAIN, STRIDED, Record, parts
 
 #: After all that is recorded.
 LAST = 1 << 62
@@ -124,7 +124,8 @@ class Sightings:
             number = self._now() if self.recording else LAST if self._began else FIRST
         see, found = self._see, self.seen.roles
         for tensor, role, text, module in entries:
-            for part in parts(tensor):
+            plain = type(tensor) in PLAIN and tensor.layout is STRIDED
+            for part in (tensor,) if plain else parts(tensor):
                 sighting = see(part, number)
                 if sighting is not None:
                     found.append((sighting, role, text, module))
@@ -136,7 +137,8 @@ class Sightings:
         """For the backward pass of one node."""
         known, text = self._kept_at.setdefault(number, set()), by.text
         for tensor in tensors:
-            for part in parts(tensor):
+            plain = type(tensor) in PLAIN and tensor.layout is STRIDED
+            for part in (tensor,) if plain else parts(tensor):
                 seen = self._see(part, number)
                 # weights and states are kept by one operator over and over
                 if seen is not None and (seen[1], text) not in known:
@@ -145,24 +147,31 @@ class Sightings:
                     self.seen.kept.append((seen, by, value))
 
     def _see(self, part: Tensor, number: int) -> Sighting | None:
-        """Of a tensor with a storage that can be reached and is on the device."""
-        if part.device != self._device:
-            self.elsewhere.add(part.device)
+        """Of a tensor with a storage that can be reached and is on the device. Each question to a
+        tensor takes some fifty nanoseconds, and a step has thousands of both."""
+        device = part.device
+        if device != self._device:
+            self.elsewhere.add(device)
             return None
-        address = address_of(part)
-        if not address:
+        try:
+            # Not by the storage itself: its Python object would stay with it, and cost as much
+            # again when it dies.
+            address, offset, shape = part.data_ptr(), part.storage_offset(), part.shape
+        except RuntimeError:
+            return self._see_odd(part, number)
+        if offset:  # of most it is 0
+            address -= int(offset) * part.element_size()
+        return (number, address, shape, part.dtype) if address else None
+
+    def _see_odd(self, part: Tensor, number: int) -> Sighting | None:
+        """Of one that has no shape, as nested ones of torch's first kind, or whose storage is out
+        of reach, as of tensors in torch.func."""
+        try:
+            offset = int(part.storage_offset()) * part.element_size()
+            address = part.data_ptr() - offset
+        except RuntimeError:
             return None
-        return number, address, None if part.is_nested else part.shape, part.dtype
-
-
-def address_of(part: Tensor) -> int:
-    """Of its storage; 0 if that is empty, or out of reach as of tensors in torch.func. Not by the
-    storage itself: its Python object would stay with it, and cost as much again when it dies."""
-    try:
-        offset = part.storage_offset()  # of most it is 0
-        return part.data_ptr() - int(offset) * part.element_size() if offset else part.data_ptr()
-    except RuntimeError:
-        return 0
+        return (number, address, None, part.dtype) if address and part.is_nested else None
 
 
 def _describe(record: Record, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
