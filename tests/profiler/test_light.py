@@ -195,6 +195,29 @@ def test_a_broken_step_is_told_so_far(how: str, from_history: list[LightCollecto
     assert collector._recorder.said == [""]
 
 
+def test_what_a_hook_of_the_program_takes_is_told_under_its_node(
+    from_history: list[LightCollector],
+) -> None:
+    """And what it makes of a gradient is what the node is given."""
+    model, x = nn.Tanh(), torch.zeros(4, 8, requires_grad=True)
+    made: list[Tensor] = []
+
+    def hook(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        made.append(torch.ones(1000))
+        return (gradients[0] * 3,)
+
+    def step() -> None:
+        y = model(x).exp()
+        y.grad_fn.register_prehook(hook)
+        y.sum().backward()
+
+    report = profile(step, model)
+    (held,) = (one for one in report.held if one.bytes == 4000)
+    assert (held.operator, report.timeline.phase[held.born]) == ("ExpBackward0", "backward")
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((4, 8), 3.0))
+
+
 def test_gradients_are_looked_at_once_after_the_outermost_pass(
     from_history: list[LightCollector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
