@@ -36,7 +36,7 @@ def histories() -> int:
 def test_neither_the_model_nor_the_history_stays(
     history: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also before the storages are asked for."""
+    """The history until the report is read, the model not even that long."""
     before = histories()
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     optimizer = torch.optim.Adam(model.parameters())
@@ -47,8 +47,10 @@ def test_neither_the_model_nor_the_history_stays(
             optimizer.step()
     gone = [weakref.ref(model), weakref.ref(optimizer)]
     del model, optimizer
-    assert histories() == before
+    assert histories() == before + history
     assert [one() for one in gone] == [None, None]
+    assert observed.report.rows
+    assert histories() == before, "also before the storages are asked for"
     assert any(held.kind == "feature maps" for held in observed.report.held)
 
 

@@ -165,7 +165,8 @@ def test_a_broken_step_is_told_so_far(how: str, from_history: list[LightCollecto
         raise KeyError("inside")
 
     def step() -> None:
-        losses.append(model(x).exp().sum())
+        y = model(x).exp()
+        losses.extend((y.sum(), y))
         if how == "raises":
             broken()
         losses[0].grad_fn.register_prehook(broken)
@@ -185,15 +186,36 @@ def test_a_broken_step_is_told_so_far(how: str, from_history: list[LightCollecto
     assert ("1", ("1: tanh",)) in [(held.module, held.kept_by) for held in kept]
     assert is_untouched(model)
     (collector,) = from_history
-    assert not collector._handles
     assert isinstance(collector._recorder, Emulated)
     assert (collector._recorder.recording, collector._recorder.said) == (False, [""])
     said = len(collector._marks.said)
     model(x).sum().backward()
-    if how == "no backward pass":
-        losses[0].grad_fn.next_functions[0][0](torch.ones(()))
+    losses[1].backward(torch.ones_like(losses[1]))  # through nodes that had hooks
     assert len(collector._marks.said) == said, "nobody speaks afterwards"
     assert collector._recorder.said == [""]
+
+
+def test_what_a_hook_of_the_program_takes_is_told_under_its_node(
+    from_history: list[LightCollector],
+) -> None:
+    """And what it makes of a gradient is what the node is given."""
+    model, x = nn.Tanh(), torch.zeros(4, 8, requires_grad=True)
+    made: list[Tensor] = []
+
+    def hook(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        made.append(torch.ones(1000))
+        return (gradients[0] * 3,)
+
+    def step() -> None:
+        y = model(x).exp()
+        y.grad_fn.register_prehook(hook)
+        y.sum().backward()
+
+    report = profile(step, model)
+    (held,) = (one for one in report.held if one.bytes == 4000)
+    assert (held.operator, report.timeline.phase[held.born]) == ("ExpBackward0", "backward")
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((4, 8), 3.0))
 
 
 def test_gradients_are_looked_at_once_after_the_outermost_pass(

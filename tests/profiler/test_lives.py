@@ -12,7 +12,7 @@ import torch
 from ecornn.profiler import history
 from ecornn.profiler.assemble import assemble
 from ecornn.profiler.history import ENTRIES, History, Recorder, hush, missing
-from ecornn.profiler.lives import Lives, Mark, Marks
+from ecornn.profiler.lives import FIRST, Lives, Mark, Marks
 from ecornn.profiler.model import MemoryReport
 from ecornn.profiler.observation import Observation
 from ecornn.profiler.places import _TORCH
@@ -79,8 +79,9 @@ def test_nodes_that_are_alike_say_one_text_until_a_number_is_passed() -> None:
     said: list[str] = []
     marks = Marks(said.append)
     marks.set(Mark("backward", ""))
-    tanh, add = marks.setter("a", "TanhBackward0"), marks.setter("a", "AddBackward0")
-    assert marks.setter("a", "TanhBackward0") is tanh
+    hooks = marks.hooks_for("a", "TanhBackward0")
+    assert marks.hooks_for("a", "TanhBackward0") is hooks
+    (tanh,), (add,) = hooks.values(), marks.hooks_for("a", "AddBackward0").values()
     for hook in (tanh, add, tanh):
         hook(None)
     start, first, other, again = said
@@ -94,12 +95,16 @@ def test_nodes_that_are_alike_say_one_text_until_a_number_is_passed() -> None:
     assert lives.times == [("TanhBackward0", "a", "backward")] * 2
     assert lives.find(512, seen) is lives.records[0]
     assert lives.find(512, LAST) is lives.records[1]
-    assert marks.setter("a", "TanhBackward0") is not tanh
+    later = marks.hooks_for("a", "TanhBackward0")
+    assert later is not hooks
+    marks.close()
+    assert hooks == later == {}, "those of before as well: nodes that live on have none"
 
 
 def test_what_is_seen_in_a_node_leaves_its_mark() -> None:
     marks = Marks(lambda _: None)
-    marks.setter("a", "TanhBackward0")(None)
+    (hook,) = marks.hooks_for("a", "TanhBackward0").values()
+    hook(None)
     marks.passed()
     assert list(marks.said.values())[-1] == (marks.last, Mark("backward", "a", "TanhBackward0"))
 
@@ -206,8 +211,8 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
         0,
         1,
     )
-    lives = Lives(done, marks.said, seen.addresses)
-    seen.apply(lives)
+    lives = Lives(done, marks.said, seen.seen.addresses)
+    seen.seen.apply(lives)
     told = {one.bytes: (one.role, one.kept_by, one.shape, one.dtype) for one in lives.records}
     assert told == {
         16: ("weights", (), (4,), torch.float32),
@@ -216,6 +221,22 @@ def test_what_a_tensor_is_for_is_told_to_the_right_one(marks: Marks) -> None:
         7: ("", (), (), None),
     }
     assert seen.elsewhere == {torch.device("meta")}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_a_shape_or_out_of_reach_are_seen_as_far_as_they_can_be() -> None:
+    seen = Sightings(torch.device("cpu"), lambda: 0)
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+    def look(one: torch.Tensor) -> torch.Tensor:
+        seen.mark([(one, "weights", "", "")], before=True)
+        return one
+
+    look(nested)
+    look(torch.zeros(0))
+    torch.func.vmap(look)(torch.zeros(3, 2))
+    ((sighting, *_),) = seen.seen.roles
+    assert sighting == (FIRST, nested.data_ptr(), None, torch.float32)
 
 
 class FakeCuda:
@@ -244,14 +265,14 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    told: dict[str, Callable[..., Any]] = {
+    functions: dict[str, Callable[..., Any]] = {
         "_cuda_setMemoryMetadata": lambda text: setattr(fake, "said", text),
         "_cuda_getMemoryMetadata": lambda: fake.said,
         "_cuda_isHistoryEnabled": lambda: fake.enabled,
         "_cuda_record_memory_history": fake.record,
         "_cuda_memorySnapshot": fake.snapshot,
     }
-    for name, function in told.items():
+    for name, function in functions.items():
         monkeypatch.setattr(torch._C, name, function, raising=False)
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", fake.record)
@@ -260,8 +281,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(history, "hush", lambda _, device: fake.hushed.append(device))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 512)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1024)
+    told = {"allocated_bytes": {"all": {"current": 512, "peak": 1024}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: told)
     return fake
 
 

@@ -10,7 +10,7 @@ from time import sleep
 import pytest
 
 from ecornn.errors import InvalidInput
-from ecornn.profiler.model import COUNTED, TENSORS, Held, MemoryReport, rows_of
+from ecornn.profiler.model import COUNTED, TENSORS, Held, MemoryReport, Part, rows_of
 from support.memory_reports import made_by_hand
 
 
@@ -50,13 +50,13 @@ def test_storages_are_made_once_though_several_threads_ask() -> None:
     report, readers = made_by_hand(), 4
     together, made = Barrier(readers), []
 
-    def make() -> tuple[Held, ...]:
+    def make() -> Part:
         made.append(1)
         sleep(0.05)
-        return report.held
+        return Part({"held": report.held})
 
     others = {one.name: getattr(report, one.name) for one in fields(report) if one.name != "held"}
-    later = MemoryReport.with_storages_later(make, **others)
+    later = MemoryReport.made_later(make, **others)
 
     def read(_: int) -> tuple[Held, ...]:
         together.wait(60)

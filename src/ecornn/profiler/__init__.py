@@ -7,7 +7,7 @@ from ecornn.profiler.callbacks import (
     transformers_callback,
 )
 from ecornn.profiler.fit import Fit, fit
-from ecornn.profiler.model import Held, MemoryReport, Row, Timeline, WhatIf
+from ecornn.profiler.model import Held, MemoryReport, Row, Timeline, UnreadableReport, WhatIf
 from ecornn.profiler.session import NotObserved, Profile, profile
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ProfileAt",
     "Row",
     "Timeline",
+    "UnreadableReport",
     "WhatIf",
     "fit",
     "lightning_callback",

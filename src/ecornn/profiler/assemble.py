@@ -1,10 +1,11 @@
-"""From what was collected to a `MemoryReport`."""
+"""From what was collected to a `MemoryReport`, at once or when that is first read."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,23 +15,50 @@ from ecornn.profiler.model import (
     TENSORS,
     Held,
     MemoryReport,
+    Part,
     Row,
     Timeline,
     WhatIf,
     largest_first,
 )
 from ecornn.profiler.observation import Bytes, Observation
-from ecornn.profiler.places import line_text
+from ecornn.profiler.places import Folders, line_text
 from ecornn.profiler.storages import Record
+from ecornn.profiler.taken import UNIT, Taken
 
 _NUMBER = {kind: number for number, kind in enumerate(TENSORS)}
 _KEPT, _MADE = _NUMBER["feature maps"], _NUMBER["workspace"]
 
 
 def assemble(seen: Observation, error: BaseException | None) -> MemoryReport:
+    told = _told(seen, in_blocks=_in_blocks(seen.device))
+    known = {**_known(seen.device, seen.unit, error), **told.fields}
+    return MemoryReport.made_later(told.rest, **known)
+
+
+def assemble_later(taken: Taken, error: BaseException | None) -> MemoryReport:
+    """Rows, timeline and notes when the first of them is asked for, storages when they are."""
+    in_blocks = _in_blocks(taken.device)
+    return MemoryReport.made_later(
+        lambda: _told(taken.observation(), in_blocks=in_blocks),
+        **_known(taken.device, UNIT, error),
+    )
+
+
+def _known(device: torch.device, unit: str, error: BaseException | None) -> dict[str, Any]:
+    """What is so at the end of the step, and what that raised: as texts."""
+    return {
+        "device": str(device),
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "environment": _environment(device),
+        "unit": unit,
+    }
+
+
+def _told(seen: Observation, *, in_blocks: bool) -> Part:
     length = len(seen.times) + 1
     # Alone: what makes storages later must not hold on to the rest of what was seen.
-    records, in_blocks = seen.records, _in_blocks(seen.device)
+    records, folders = seen.records, seen.folders
     sums = _Sums(records, length, in_blocks=in_blocks)
     columns = {kind: sums.of(kind) for kind in TENSORS}
     columns = {kind: column for kind, column in columns.items() if column.any()}
@@ -38,23 +66,19 @@ def assemble(seen: Observation, error: BaseException | None) -> MemoryReport:
     beside = seen.count.beside(sum(columns.values(), sums.nothing), sums.padding, modules)
     columns |= beside.columns
     rows = [*sums.rows(beside.peak_time), *beside.rows]
-    return MemoryReport.with_storages_later(
-        lambda: _held(records, in_blocks=in_blocks),
-        device=str(seen.device),
-        peak_time=beside.peak_time,
-        rows=tuple(largest_first(rows)),
-        timeline=Timeline(
+    fields = {
+        "peak_time": beside.peak_time,
+        "rows": tuple(largest_first(rows)),
+        "timeline": Timeline(
             phase=phases,
             operator=operators,
             module=modules,
             bytes={kind: tuple(column.tolist()) for kind, column in columns.items()},
         ),
-        notes=(*_notes(seen, phases[beside.peak_time]), *beside.notes),
-        error=None if error is None else f"{type(error).__name__}: {error}",
-        environment=_environment(seen.device),
-        unit=seen.unit,
-        what_if=_what_if(seen, columns.get("feature maps")),
-    )
+        "notes": (*_notes(seen, phases[beside.peak_time]), *beside.notes),
+        "what_if": _what_if(seen, columns.get("feature maps")),
+    }
+    return Part(fields, lambda: Part({"held": _held(records, folders, in_blocks=in_blocks)}))
 
 
 def _what_if(seen: Observation, kept: Bytes | None) -> tuple[WhatIf, ...]:
@@ -70,14 +94,14 @@ def kind_of(record: Record) -> str:
     return record.role or ("feature maps" if record.kept_by else "workspace")
 
 
-def _held(records: Sequence[Record], *, in_blocks: bool) -> tuple[Held, ...]:
+def _held(records: Sequence[Record], folders: Folders, *, in_blocks: bool) -> tuple[Held, ...]:
     lines: dict[tuple[int, int], str] = {}  # each one's text is made once
     found = []
     for number, record in enumerate(records):
         count, line = record.bytes, record.line_text
         if not line and record.line is not None:
             key = (id(record.line[0]), record.line[1])
-            line = lines.get(key) or lines.setdefault(key, line_text(record.line))
+            line = lines.get(key) or lines.setdefault(key, line_text(record.line, folders))
         fields = {
             "id": number,
             "bytes": count,

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ecornn.profiler import allocator, kept, operators, places, storages, threads
 from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
+from ecornn.profiler.inventory import contents_of
 from ecornn.profiler.kept import (
     Graph,
     Node,
@@ -43,13 +44,13 @@ from ecornn.profiler.operators import (
     Operator,
     Origin,
     describe,
-    is_fake,
     tensors_in,
 )
 from ecornn.profiler.places import (
     Calls,
     Line,
     Lines,
+    folders_now,
     generates_code,
     in_generated_code,
     passed_over_by_compiler,
@@ -108,9 +109,10 @@ class Collector(TorchDispatchMode):
         self._saved_values: dict[tuple[int, int], dict[int, Value]] = {}
         self.unread = 0
         self._compiled = CompiledGraphs(model)
-        self._roles = Roles(self.ledger, model, optimizers)
+        contents = contents_of(model)
+        self._roles = Roles(self.ledger, model, contents, optimizers)
         self._makers = Makers()
-        self._calls = Calls(model, self._makers, self._roles.inputs)
+        self._calls = Calls(contents.modules, self._makers, self._roles.inputs)
         self._running = self._calls.running
         self._starts: Starts | None = None
         #: The storages that were there before; weak, so that a new one at an address is told apart.
@@ -118,7 +120,7 @@ class Collector(TorchDispatchMode):
         #: The last node that was seen to be made: by whom, and its number.
         self._last = (0, -1)
         #: None also where tensors on a GPU are only simulated.
-        real = device.type == "cuda" and not is_fake(model)
+        real = device.type == "cuda" and not contents.are_fake
         self.untold = allocator.missing(device) if real else None
         real = real and self.untold is None
         self.allocator = Allocator(device, self.ledger.bytes_alive, every) if real else None
@@ -331,9 +333,12 @@ class Collector(TorchDispatchMode):
         self._keep(by, tensor, region, COMPILED, None)
         for part in parts(tensor):
             value = self._saved_values[key].get(part.untyped_storage()._cdata)
+            if value is None:
+                continue
             for record in self.ledger.records_of(part):
-                if value is not None and record.born and not record.role:
-                    record.module, record.line_text = value.module or "", value.line_text
+                if record.born and not record.role:
+                    record.module = value.module or ""
+                    record.line_text = value.line_text(folders_now())
                     if record.operator == COMPILED:
                         record.operator = value.operator or COMPILED
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ecornn.profiler.places import file_line
+from ecornn.profiler.places import Folders, file_line
 
 _DEPTH = 6
 _FILE = re.compile(r"# File: (?P<file>.+?):(?P<line>\d+) in (?P<function>\w+), code:")
@@ -45,9 +45,8 @@ class Value:
     read: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
 
-    @property
-    def line_text(self) -> str:
-        return file_line(self.file, self.line, self.function) if self.file else ""
+    def line_text(self, folders: Folders) -> str:
+        return file_line(self.file, self.line, self.function, folders) if self.file else ""
 
 
 def is_compiled(node: Any) -> bool:

@@ -17,8 +17,8 @@ import torch
 from ecornn.errors import InvalidInput
 from ecornn.profiler.curve import Curve, curve_of, largest_running, run_of
 from ecornn.profiler.history import Recorder
+from ecornn.profiler.inventory import contents_of
 from ecornn.profiler.light import LightCollector
-from ecornn.profiler.operators import is_fake
 from ecornn.profiler.rehearsal import Rehearsal, Rehearsed, rehearse
 from ecornn.profiler.session import device_of
 from ecornn.profiler.steps import Made, read_step
@@ -123,13 +123,14 @@ class _Observer:
             # before the first one is observed must not look as if the batch had needed it.
             gc.collect()
             made = self._make(batch)
-            device = device_of(made.model)
+            contents = contents_of(made.model)
+            device = device_of(contents)
             self.device = str(device)
-            self.simulated = device.type == "meta" or is_fake(made.model)
+            self.simulated = device.type == "meta" or contents.are_fake
             report = made.observed()
             self._notes |= dict.fromkeys(report.notes)
             self.runs[batch] = run_of(batch, report)
-            del made, report
+            del made, report, contents
         return int(self.runs[batch].peak_bytes)
 
     def grow(self, budget: int) -> None:

@@ -114,7 +114,7 @@ class Recorder:
             return
         self._said_before = torch._C._cuda_getMemoryMetadata()
         torch.cuda.reset_peak_memory_stats(self._index)
-        self._allocated_before = torch.cuda.memory_allocated(self._index)
+        self._allocated_before = self._allocated()["current"]
         self._recording = self._spoke = True
         torch.cuda.memory._record_memory_history(
             "all",
@@ -126,7 +126,7 @@ class Recorder:
         )
 
     def stop(self) -> History:
-        peak = torch.cuda.max_memory_allocated(self._index)
+        peak = self._allocated()["peak"]
         told = torch.cuda.memory._snapshot()
         self._end()
         segments = [one for one in told["segments"] if one["device"] == self._index]
@@ -144,6 +144,12 @@ class Recorder:
             peak,
             len(events) >= ENTRIES,
         )
+
+    def _allocated(self) -> Mapping[str, int]:
+        """Not by `torch.cuda.memory_allocated`, which sorts all statistics first."""
+        told = torch.cuda.memory_stats_as_nested_dict(self._index)
+        found: Mapping[str, int] = told["allocated_bytes"]["all"]
+        return found
 
     def _end(self) -> None:
         """Write down nothing more, and forget what was."""

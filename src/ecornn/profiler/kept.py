@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ecornn.profiler.storages import within_reach
+from ecornn.profiler.storages import PLAIN, within_reach
 
 if TYPE_CHECKING:
     from ecornn.profiler.threads import Makers
@@ -98,9 +98,12 @@ class Kind(NamedTuple):
     name: str
     #: AccumulateGrad: keeps nothing, and all of them share one number.
     gathers: bool
-    #: Attributes with what it keeps; and whether it may have others of its own.
+    #: Attributes with what it keeps; and whether it may have others of its own, as functions of the
+    #: program do.
     saved: tuple[str, ...]
     has_others: bool
+    #: Neither of both.
+    keeps_nothing: bool
 
 
 class Node(NamedTuple):
@@ -129,6 +132,7 @@ class Graph:
         #: here may hold on to a node.
         self._visited = object()
         self._kinds = dict(_OWN_KINDS)
+        self._gathering = {one for one, kind in _OWN_KINDS.items() if kind.gathers}
         #: Saved tensors that a hook of the program has packed into something else.
         self.packed = 0
 
@@ -142,18 +146,21 @@ class Graph:
 
     def unvisited(self, roots: Iterable[Any]) -> list[Met]:
         """All of them, in the order of the forward pass; now they are visited."""
-        waiting, found = [node for node in roots if node is not None], []
-        visited, kinds = self._visited, self._kinds
-        while waiting:
-            node = waiting.pop()
+        waiting = [node for node in roots if node is not None]
+        found: list[Met] = []
+        visited, kinds, gathering = self._visited, self._kinds, self._gathering
+        pop, push = waiting.pop, waiting.append
+        while waiting:  # thousands: a fifth of them gathers, and is better not met at all
+            node = pop()
             kind = kinds.get(type(node)) or self._learn(node)
-            if kind.gathers:
-                continue
             metadata = node.metadata
-            if visited not in metadata:
-                metadata[visited] = True
-                found.append((node._sequence_nr(), node, kind))
-                waiting += [one for one, _ in node.next_functions if one is not None]
+            if kind.gathers or visited in metadata:
+                continue
+            metadata[visited] = True
+            found.append((node._sequence_nr(), node, kind))
+            for one, _ in node.next_functions:
+                if one is not None and type(one) not in gathering:
+                    push(one)
         found.sort(key=itemgetter(0))
         return found
 
@@ -162,13 +169,17 @@ class Graph:
         name = name_of(node)
         # Nodes that torch has not made a class for share one.
         shared = type(node).__name__ == "CppFunction"
+        has_others = hasattr(node, "__dict__")
         kind = Kind(
             "" if shared else name,
             not shared and name.endswith("AccumulateGrad"),
             saved,
-            hasattr(node, "__dict__"),
+            has_others,
+            not saved and not has_others,
         )
         self._kinds[type(node)] = kind
+        if kind.gathers:
+            self._gathering.add(type(node))
         if not kind.has_others:
             _OWN_KINDS[type(node)] = kind
         return kind
@@ -193,10 +204,12 @@ class Graph:
             if saved is None:
                 continue
             for one in saved if type(saved) in _SEVERAL else (saved,):
-                tensor = one.data if one is not None else None
-                if isinstance(tensor, Tensor):
+                if one is None:
+                    continue
+                tensor = one.data
+                if type(tensor) in PLAIN or isinstance(tensor, Tensor):
                     found.append(tensor)
-                elif one is not None and getattr(one, "unpack_hook", None) is not None:
+                elif getattr(one, "unpack_hook", None) is not None:
                     self.packed += 1
         if kind.has_others:
             # Functions of the program may also keep tensors as attributes of their context.

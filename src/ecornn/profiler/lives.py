@@ -8,12 +8,13 @@ the address, the one meant is the last before that number was passed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ecornn.profiler.history import History
-from ecornn.profiler.places import file_line, passed_over_file
+from ecornn.profiler.places import Folders, file_line, passed_over_file
 from ecornn.profiler.storages import Record
 
 #: Before all that is recorded.
@@ -30,6 +31,14 @@ class Mark(NamedTuple):
 NOTHING = Mark("forward", "")
 
 
+@lru_cache(maxsize=4096)
+def mark_of(phase: str, module: str) -> Mark:
+    """Made once: modules come again and again."""
+    return Mark(phase, module)
+
+
+#: As autograd keeps the hooks of a tensor: they are gone from every node when this is emptied.
+Hooks = dict[int, Callable[[Any], None]]
 #: By the text of a number: the number, and what it stands for.
 Said = Mapping[str, tuple[int, Mark]]
 
@@ -45,8 +54,9 @@ class Marks:
         #: By the text of the number.
         self.said: dict[str, tuple[int, Mark]] = {}
         self._now, self.last = NOTHING, next(self._next)
-        #: Those that were made since that number was set.
-        self._setters: dict[tuple[str, str], Callable[[Any], None]] = {}
+        #: Those that were made since that number was set, and all of them.
+        self._hooks: dict[tuple[str, str], Hooks] = {}
+        self._every: list[Hooks] = []
         self._made_at = FIRST
 
     def set(self, mark: Mark) -> None:
@@ -62,17 +72,23 @@ class Marks:
         self.set(self._now)
         return number
 
-    def setter(self, module: str, node: str) -> Callable[[Any], None]:
-        """A hook for nodes of the backward pass: one for all that are alike, since a step has
-        thousands. As long as no number was passed since it was made, it says one text over and
-        over, which takes about half the time that a new number does."""
+    def known_hooks(self) -> dict[tuple[str, str], Hooks]:
+        """By module and name, for nodes of the backward pass: one for all that are alike, since a
+        step has thousands. They are those that were made since a number was passed last, and until
+        one is."""
         if self._made_at != self.last:
-            self._setters.clear()
+            self._hooks = {}
             self._made_at = self.last
-        key = (module, node)
-        found = self._setters.get(key)
+        return self._hooks
+
+    def hooks_for(self, module: str, node: str) -> Hooks:
+        """One of them. As long as no number was passed since it was made, it says one text over
+        and over, which takes about half the time that a new number does."""
+        known, key = self.known_hooks(), (module, node)
+        found = known.get(key)
         if found is None:
-            found = self._setters[key] = self._make_setter(Mark("backward", module, node))
+            found = known[key] = {0: self._make_setter(Mark("backward", module, node))}
+            self._every.append(found)
         return found
 
     def _make_setter(self, mark: Mark) -> Callable[[Any], None]:
@@ -89,8 +105,12 @@ class Marks:
         return setter
 
     def close(self) -> None:
-        """Hooks hold on to this, and this must not hold on to them."""
-        self._setters.clear()
+        """Nodes that live on have no hook from now on. Hooks hold on to this, and this must not
+        hold on to them."""
+        for hooks in self._every:
+            hooks.clear()
+        self._every.clear()
+        self._hooks.clear()
 
 
 class Lives:
@@ -98,8 +118,11 @@ class Lives:
     its own. What ends between two allocations is there at the time of the first, so that the most
     that is alive at any time is the most there ever was."""
 
-    def __init__(self, history: History, said: Said, addresses: Iterable[int]) -> None:
-        """`addresses`: those that will be asked for."""
+    def __init__(
+        self, history: History, said: Said, addresses: Iterable[int], folders: Folders = ()
+    ) -> None:
+        """`addresses`: those that will be asked for. `folders`: from which lines are told."""
+        self.folders = folders
         #: At each time from 1: operator, module, phase.
         self.times: list[tuple[str, str, str]] = []
         #: After which time it changed, and by how much until then: memory taken from the device.
@@ -132,7 +155,7 @@ class Lives:
         self, events: Sequence[Mapping[str, Any]], said: Said
     ) -> tuple[dict[int, Record], int]:
         """What is alive at the end, by address, and how much more is reserved than before."""
-        place_of, nowhere = Places().of, ("", "")
+        place_of, nowhere = Places(self.folders).of, ("", "")
         alive: dict[int, Record] = {}
         passed, time, reserved = FIRST + 1, 0, 0
         told, (phase, module, node) = "", NOTHING
@@ -189,7 +212,8 @@ class Places:
     """Each frame is looked at once: torch makes one of all that are alike, and they live as long as
     the history does."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
         #: By the identity of a frame; lines are None in files that are passed over.
         self._functions: dict[int, str] = {}
         self._lines: dict[int, str | None] = {}
@@ -206,12 +230,13 @@ class Places:
         for frame in frames:
             line = lines.get(id(frame), "")
             if line == "":
-                line = lines[id(frame)] = _line_of(frame)
+                line = lines[id(frame)] = self._line_of(frame)
             if line is not None:
                 return function, line
         return function, ""
 
-
-def _line_of(frame: Mapping[str, Any]) -> str | None:
-    file = frame["filename"]
-    return None if passed_over_file(file) else file_line(file, frame["line"], frame["name"])
+    def _line_of(self, frame: Mapping[str, Any]) -> str | None:
+        file = frame["filename"]
+        if passed_over_file(file):
+            return None
+        return file_line(file, frame["line"], frame["name"], self._folders)

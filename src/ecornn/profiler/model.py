@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
-from ecornn.errors import InvalidInput
+from ecornn.errors import EcornnError, InvalidInput
 
 #: What a tensor is for. "weights" are parameters and buffers; "feature maps" are kept for the
 #: backward pass; "workspace" is anything else made during the step; "other" was there before it.
@@ -50,8 +50,8 @@ KINDS = COUNTED + BEYOND
 
 PHASES = ("before", "forward", "backward", "optimizer")
 FORMAT = 1
-_MAKE_HELD = "_make_held"
-#: One thread makes them, others that ask meanwhile wait.
+_MAKE = "_make"
+#: One thread makes what is missing, others that ask meanwhile wait.
 _MAKING = RLock()
 
 
@@ -137,8 +137,22 @@ class Timeline:
         return sum(column[time] for column in self.bytes.values())
 
 
+class UnreadableReport(EcornnError, RuntimeError):
+    """What was observed could not be made into a report."""
+
+
+class Part(NamedTuple):
+    """Some fields of a report, and what makes those that are still missing."""
+
+    fields: Mapping[str, Any]
+    rest: Callable[[], Part] | None = None
+
+
 @dataclass(frozen=True)
 class MemoryReport:
+    """A value. What takes long to make is made when it is first asked for; until then it holds
+    numbers and texts, and nothing of the model's."""
+
     #: "cpu", "meta" or "cuda:0": tensors elsewhere are not counted, and a note says how much.
     device: str
     peak_time: int
@@ -148,7 +162,8 @@ class MemoryReport:
     held: tuple[Held, ...]
     timeline: Timeline
     #: What cannot be seen or was decided, in sentences.
-    notes: tuple[str, ...] = ()
+    #: Like `what_if`, no attribute of the class: it may be missing here, and then be made.
+    notes: tuple[str, ...] = field(default_factory=tuple)
     #: What the step raised, if it did; the report then ends there.
     error: str | None = None
     #: Name of the device, versions.
@@ -156,29 +171,38 @@ class MemoryReport:
     #: What one time is: an "operator" or an "allocation".
     unit: str = "operator"
     #: By module, most feature maps first; empty unless the profile was asked for it.
-    what_if: tuple[WhatIf, ...] = ()
+    what_if: tuple[WhatIf, ...] = field(default_factory=tuple)
 
     @classmethod
-    def with_storages_later(
-        cls, make_held: Callable[[], tuple[Held, ...]], **others: Any
-    ) -> MemoryReport:
-        """`held` is made when it is first asked for: a step has thousands of storages, which take
-        as long to tell as all the rest, and who looks at the rows alone needs none."""
-        report = cls(held=(), **others)
-        del report.__dict__["held"]
-        report.__dict__[_MAKE_HELD] = make_held
+    def made_later(cls, make: Callable[[], Part] | None, **known: Any) -> MemoryReport:
+        """The fields that are not `known` are made when the first of them is asked for: a step in
+        the midst of a training run then pays for being observed, and who reads pays for reading.
+        A part may leave others for later again: who looks at the rows alone needs no storages,
+        which take as long to tell as all the rest."""
+        report = object.__new__(cls)
+        report.__dict__.update(known, **{_MAKE: make})
         return report
 
     def __getattr__(self, name: str) -> Any:
         """Called for what is not there."""
-        if name == "held":
+        if name in type(self).__dataclass_fields__:
             with _MAKING:
-                if _MAKE_HELD in self.__dict__:
-                    self.__dict__["held"] = self.__dict__[_MAKE_HELD]()
-                    del self.__dict__[_MAKE_HELD]
-            if "held" in self.__dict__:  # by this thread or by another
-                return self.__dict__["held"]
+                while name not in self.__dict__ and self.__dict__.get(_MAKE) is not None:
+                    self._make_more()
+            if name in self.__dict__:  # by this thread or by another
+                return self.__dict__[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _make_more(self) -> None:
+        try:
+            part = self.__dict__[_MAKE]()
+        except Exception as error:
+            # Not as it is: an AttributeError would look as if the report had no such field.
+            told = f"{type(error).__name__}: {error}"
+            raise UnreadableReport(
+                f"the step was observed, but its report could not be made: {told}"
+            ) from error
+        self.__dict__.update(part.fields, **{_MAKE: part.rest})
 
     def __getstate__(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self)}

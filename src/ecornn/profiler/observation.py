@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ecornn.profiler.model import Row
+from ecornn.profiler.places import Folders, folders_now
 from ecornn.profiler.storages import Record
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class Observation:
     trace: Trace | None = None
     #: What one time is.
     unit: str = "operator"
+    #: From which lines are told.
+    folders: Folders = field(default_factory=folders_now)
 
 
 def compiled_notes(*, saw_compiled: bool, unread: int) -> list[str]:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+from torch import Tensor
 
 from ecornn.profiler.places import Line
 
@@ -53,7 +52,3 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, dict):
             found += tensors_in(value.values())
     return found
-
-
-def is_fake(model: nn.Module) -> bool:
-    return any(isinstance(one, FakeTensor) for one in (*model.parameters(), *model.buffers()))

@@ -22,6 +22,8 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _ROOMS = ("profiler", "nn", "ops", "backends", "kernels", "planner", "echo")
 _OURS = tuple(f"{Path(__file__).parents[1] / room}/" for room in _ROOMS)
 Line = tuple[CodeType, int]
+#: Where files are imported from.
+Folders = tuple[str, ...]
 
 
 @cache
@@ -99,21 +101,30 @@ def in_generated_code() -> bool:
     return line is not None and line[0].co_filename.startswith(cache_dir())
 
 
-def line_text(line: Line | None) -> str:
+def folders_now() -> Folders:
+    """A program may go elsewhere before its report is read."""
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        here = ""  # removed meanwhile
+    return (here, *sys.path)
+
+
+def line_text(line: Line | None, folders: Folders) -> str:
     """Such as "package/model.py:12 in forward", from the folder that the file was imported from."""
     if line is None:
         return ""
     code, number = line
-    return file_line(code.co_filename, number, code.co_name)
+    return file_line(code.co_filename, number, code.co_name, folders)
 
 
-def file_line(file: str, number: int, function: str) -> str:
-    return f"{_short(file, tuple(sys.path))}:{number} in {function}"
+def file_line(file: str, number: int, function: str, folders: Folders) -> str:
+    return f"{_short(file, folders)}:{number} in {function}"
 
 
 @cache
-def _short(name: str, folders: tuple[str, ...]) -> str:
-    roots = [root.rstrip("/") + "/" for root in (str(Path.cwd()), *folders) if root]
+def _short(name: str, folders: Folders) -> str:
+    roots = [root.rstrip("/") + "/" for root in folders if root]
     return name[len(max((root for root in roots if name.startswith(root)), key=len, default="")) :]
 
 
@@ -126,13 +137,13 @@ class Calls:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Iterable[tuple[str, nn.Module]],
         makers: Makers,
         entered: Callable[[Iterable[Any]], None],
         moved: Callable[[], None] | None = None,
     ) -> None:
-        """`entered` is told what a module is called with while no other one is running; `moved`
-        that another one is the innermost."""
+        """`modules`: with their paths. `entered` is told what one is called with while no other
+        runs; `moved` that another one is the innermost."""
         self._makers, self._entered = makers, entered
         self._moved = _nothing if moved is None else moved
         #: Read by the collector at every operator.
@@ -141,7 +152,7 @@ class Calls:
         #: innermost path.
         self._changes: dict[int, tuple[list[int], list[str]]] = defaultdict(lambda: ([0], [""]))
         self._handles: list[Any] = []
-        for path, module in model.named_modules():
+        for path, module in modules:
             self._watch(module, path)
 
     def _watch(self, module: nn.Module, path: str) -> None:
@@ -182,8 +193,12 @@ class Calls:
 
     def at(self, maker: int, number: int) -> str:
         """The path of the module in whose call a thread made its node with this number."""
+        return self.all_at(maker, (number,))[0]
+
+    def all_at(self, maker: int, made: Iterable[int]) -> list[str]:
+        """The same of several."""
         numbers, paths = self._changes[maker]
-        return paths[bisect_right(numbers, number) - 1]
+        return [paths[bisect_right(numbers, number) - 1] for number in made]
 
     def _resumed(self, path: str, inner: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """`inner`, each of its pieces run as part of the module."""

@@ -62,7 +62,7 @@ def rehearse(
             collector.stop(failed=False)
         finally:
             collector.close()
-        seen = collector.observation()
+        seen = collector.taken().observation()
     finally:
         recorder.close()
     records = seen.records

@@ -13,8 +13,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ecornn.profiler.inventory import Contents, contents_of
 from ecornn.profiler.operators import tensors_in
 
+_SEVERAL = (tuple, list)
 OUTSIDE = "a parameter outside of the model"
 
 
@@ -55,6 +57,7 @@ class Roles:
         self,
         book: Book,
         model: nn.Module,
+        contents: Contents,
         optimizers: Iterable[Optimizer],
         moved: Callable[[], None] | None = None,
         *,
@@ -70,23 +73,23 @@ class Roles:
         self.stepping = 0
         #: By the identity of a parameter.
         self._names: dict[int, Named] = {}
-        self._weights(before=True)
+        self._weights(contents, before=True)
         for optimizer in optimizers:
             self._add(optimizer, before=True, states=at_every_chance)
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        for parameter in self._parameters():
+        for parameter in self._parameters(contents):
             if at_every_chance or _is_hooked(parameter):
                 self._watch(parameter)
 
-    def _parameters(self) -> Iterator[Tensor]:
-        found = {id(one): one for one in self._model.parameters()}
+    def _parameters(self, contents: Contents) -> Iterable[Tensor]:
+        found = {id(one): one for _, one in contents.parameters}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 found |= {id(one): one for one in group["params"]}
-        yield from found.values()
+        return found.values()
 
     def _watch(self, parameter: Tensor) -> None:
         # One without memory yet takes no hook: its gradient is seen when the step ends.
@@ -94,9 +97,9 @@ class Roles:
             hook: Callable[[Tensor], None] = self._made
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _weights(self, *, before: bool = False) -> None:
+    def _weights(self, contents: Contents, *, before: bool = False) -> None:
         entries: list[Entry] = []
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in contents.parameters:
             known = self._names.get(id(parameter))
             if known is None or known.name != name:
                 known = self._names[id(parameter)] = _named(name)
@@ -104,7 +107,7 @@ class Roles:
             gradient = parameter.grad
             if gradient is not None:
                 entries.append((gradient, "gradients", known.gradient, known.module))
-        for name, buffer in self._model.named_buffers():
+        for name, buffer in contents.buffers:
             entries.append((buffer, "weights", f"the buffer {name}", _owner(name)))
         self._book.mark(entries, before=before)
 
@@ -123,7 +126,7 @@ class Roles:
 
     def gradients(self) -> None:
         """A backward pass has ended."""
-        self._book.mark(self._gradients(self._parameters()), before=False)
+        self._book.mark(self._gradients(self._parameters(contents_of(self._model))), before=False)
 
     def _add(self, optimizer: Optimizer, *, before: bool = False, states: bool = True) -> None:
         if not any(one is optimizer for one in self._optimizers):
@@ -142,8 +145,8 @@ class Roles:
     def _state(self, parameter: Tensor, state: Any) -> Iterator[Entry]:
         known = self._names.get(id(parameter), _STRANGER)
         for key, value in state.items():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(one, Tensor):
+            for one in value if isinstance(value, _SEVERAL) else (value,):
+                if type(one) is Tensor or isinstance(one, Tensor):
                     yield one, "optimizer state", f"{key} of {known.name}", known.module
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -165,7 +168,7 @@ class Roles:
 
     def close(self) -> None:
         """Once more: weights may have been replaced, and state made."""
-        self._weights()
+        self._weights(contents_of(self._model))
         for optimizer in self._optimizers:
             self._add(optimizer)
 
@@ -181,8 +184,7 @@ def _nothing() -> None: ...
 
 def _is_hooked(parameter: Tensor) -> bool:
     """Optimizers that step inside the backward pass hook the parameters."""
-    hooks = (parameter._post_accumulate_grad_hooks, parameter._backward_hooks)
-    return any(hooks)
+    return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
 
 
 def _owner(name: str) -> str:

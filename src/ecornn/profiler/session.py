@@ -8,19 +8,18 @@ from types import GeneratorType, TracebackType
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 from torch.optim import Optimizer
 
 from ecornn.errors import EcornnError, InvalidInput
 from ecornn.profiler.allocator import EVERY
-from ecornn.profiler.assemble import assemble
+from ecornn.profiler.assemble import assemble, assemble_later
 from ecornn.profiler.collect import Collector
 from ecornn.profiler.history import Recorder
+from ecornn.profiler.inventory import Contents, contents_of
 from ecornn.profiler.kept import missing
 from ecornn.profiler.light import LightCollector
 from ecornn.profiler.model import MemoryReport
-from ecornn.profiler.operators import is_fake
 
 DEVICES = ("cpu", "cuda", "meta")
 
@@ -68,13 +67,14 @@ class Profile:
 
     def _make_collector(self) -> Collector | LightCollector:
         """By the allocator's history where there is one, unless every operator is asked for."""
-        device = device_of(self._model)
+        contents = contents_of(self._model)
+        device = device_of(contents)
         reason = None
-        if device.type == "cuda" and not self._operators and not is_fake(self._model):
+        if device.type == "cuda" and not self._operators and not contents.are_fake:
             reason = LightCollector.missing()
             if reason is None:
-                recorder = Recorder(device)
-                return LightCollector(self._model, self._optimizers, device, recorder)
+                given = (self._model, self._optimizers, device, Recorder(device))
+                return LightCollector(*given, contents)
         collector = Collector.made_for(self._model, self._optimizers, device, self._every)
         collector.no_history = reason
         if self._what_if:
@@ -95,7 +95,11 @@ class Profile:
         self._collector = None
         del self._model, self._optimizers
         collector.stop(failed=error is not None)
-        self._report = assemble(collector.observation(), error)
+        self._report = (
+            assemble_later(collector.taken(), error)
+            if isinstance(collector, LightCollector)
+            else assemble(collector.observation(), error)
+        )
         if error is not None:
             with suppress(AttributeError):  # of exceptions that take none
                 error.memory_report = self._report  # type: ignore[attr-defined]
@@ -191,18 +195,11 @@ def check(step: Any, model: Any) -> None:
         raise InvalidInput("step", reason, "torch 2.11 or newer", "install a supported version")
 
 
-def device_of(model: nn.Module) -> torch.device:
+def device_of(model: Contents) -> torch.device:
     """The one that holds most of the model."""
-    found: dict[torch.device, int] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        found[tensor.device] = found.get(tensor.device, 0) + _bytes_of(tensor)
+    found = model.bytes_by_device()
     device = max(found, key=lambda one: found[one]) if found else torch.get_default_device()
     if device.type not in DEVICES:
         remedy = "move the model"
         raise InvalidInput("model", f"weights on {device}", f"one of {', '.join(DEVICES)}", remedy)
     return device
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    """At least 1. That is also for those that get their memory when the model is first called."""
-    return 1 if is_lazy(tensor) else max(tensor.nbytes, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 from ecornn.profiler.compiled import Value
 from ecornn.profiler.lives import FIRST, Lives
 from ecornn.profiler.operators import COMPILED
+from ecornn.profiler.places import Folders
 from ecornn.profiler.roles import Entry
-from ecornn.profiler.storages import Record, parts
+from ecornn.profiler.storages import PLAIN, STRIDED, Record, parts
 
 #: After all that is recorded.
 LAST = 1 << 62
@@ -39,6 +41,52 @@ class Keeper(NamedTuple):
     values: dict[int, Value]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """All that was told, without the tensors: numbers and texts."""
+
+    roles: list[tuple[Sighting, str, str, str]] = field(default_factory=list)
+    kept: list[tuple[Sighting, Keeper, Value | None]] = field(default_factory=list)
+
+    @property
+    def addresses(self) -> set[int]:
+        """Of all that were seen."""
+        found = {address for (_, address, _, _), *_ in self.kept}
+        found.update([address for (_, address, _, _), *_ in self.roles])
+        return found
+
+    def apply(self, lives: Lives) -> None:
+        """To the records of the allocations."""
+        told: dict[int, Record] = {}
+        find = lives.find
+        for (number, address, shape, dtype), role, text, module in self.roles:
+            record = find(address, number)
+            if record is None:
+                continue  # in memory that the allocator does not count
+            if not record.born:
+                told.setdefault(id(record), record)
+            if record.dtype is None:
+                _describe(record, shape, dtype)
+            if role is HANDED:
+                record.was_handed_over()
+            else:
+                record.take_role(role, text, module)
+        for (number, address, shape, dtype), by, value in self.kept:
+            record = find(address, number)
+            if record is not None:
+                if not record.born:
+                    told.setdefault(id(record), record)
+                if record.dtype is None:
+                    _describe(record, shape, dtype)
+                _keep(record, by, value, lives.folders)
+        lives.in_order(told.values())
+        for record in lives.records:
+            if record.born:
+                break  # they come first
+            if not record.role and not record.kept_by:
+                record.role = "other"
+
+
 class Sightings:
     def __init__(self, device: torch.device, now: Callable[[], int]) -> None:
         self._device = device
@@ -48,8 +96,7 @@ class Sightings:
         self._began = False
         self._number: int | None = None
         self.elsewhere: set[torch.device] = set()
-        self._roles: list[tuple[Sighting, str, str, str]] = []
-        self._kept: list[tuple[Sighting, Keeper, Value | None]] = []
+        self.seen = Seen()
         #: By when the graph was read: address and keeper.
         self._kept_at: dict[int, set[tuple[int, str]]] = {}
 
@@ -75,10 +122,11 @@ class Sightings:
         number = self._number
         if number is None:
             number = self._now() if self.recording else LAST if self._began else FIRST
-        seen, found = self._seen, self._roles
+        see, found = self._see, self.seen.roles
         for tensor, role, text, module in entries:
-            for part in parts(tensor):
-                sighting = seen(part, number)
+            plain = type(tensor) in PLAIN and tensor.layout is STRIDED
+            for part in (tensor,) if plain else parts(tensor):
+                sighting = see(part, number)
                 if sighting is not None:
                     found.append((sighting, role, text, module))
 
@@ -89,71 +137,41 @@ class Sightings:
         """For the backward pass of one node."""
         known, text = self._kept_at.setdefault(number, set()), by.text
         for tensor in tensors:
-            for part in parts(tensor):
-                seen = self._seen(part, number)
+            plain = type(tensor) in PLAIN and tensor.layout is STRIDED
+            for part in (tensor,) if plain else parts(tensor):
+                seen = self._see(part, number)
                 # weights and states are kept by one operator over and over
                 if seen is not None and (seen[1], text) not in known:
                     known.add((seen[1], text))
                     value = by.values.get(part.untyped_storage()._cdata) if by.values else None
-                    self._kept.append((seen, by, value))
+                    self.seen.kept.append((seen, by, value))
 
-    def _seen(self, part: Tensor, number: int) -> Sighting | None:
-        """Of a tensor with a storage that can be reached and is on the device."""
-        if part.device != self._device:
-            self.elsewhere.add(part.device)
+    def _see(self, part: Tensor, number: int) -> Sighting | None:
+        """Of a tensor with a storage that can be reached and is on the device. Each question to a
+        tensor takes some fifty nanoseconds, and a step has thousands of both."""
+        device = part.device
+        if device != self._device:
+            self.elsewhere.add(device)
             return None
-        address = address_of(part)
-        if not address:
+        try:
+            # Not by the storage itself: its Python object would stay with it, and cost as much
+            # again when it dies.
+            address, offset, shape = part.data_ptr(), part.storage_offset(), part.shape
+        except RuntimeError:
+            return self._see_odd(part, number)
+        if offset:  # of most it is 0
+            address -= int(offset) * part.element_size()
+        return (number, address, shape, part.dtype) if address else None
+
+    def _see_odd(self, part: Tensor, number: int) -> Sighting | None:
+        """Of one that has no shape, as nested ones of torch's first kind, or whose storage is out
+        of reach, as of tensors in torch.func."""
+        try:
+            offset = int(part.storage_offset()) * part.element_size()
+            address = part.data_ptr() - offset
+        except RuntimeError:
             return None
-        return number, address, None if part.is_nested else part.shape, part.dtype
-
-    @property
-    def addresses(self) -> set[int]:
-        """Of all that were seen."""
-        found = {address for (_, address, _, _), *_ in self._kept}
-        found.update([address for (_, address, _, _), *_ in self._roles])
-        return found
-
-    def apply(self, lives: Lives) -> None:
-        """To the records of the allocations."""
-        told: dict[int, Record] = {}
-        find = lives.find
-        for (number, address, shape, dtype), role, text, module in self._roles:
-            record = find(address, number)
-            if record is None:
-                continue  # in memory that the allocator does not count
-            if not record.born:
-                told.setdefault(id(record), record)
-            if record.dtype is None:
-                _describe(record, shape, dtype)
-            if role is HANDED:
-                record.was_handed_over()
-            else:
-                record.take_role(role, text, module)
-        for (number, address, shape, dtype), by, value in self._kept:
-            record = find(address, number)
-            if record is not None:
-                if not record.born:
-                    told.setdefault(id(record), record)
-                if record.dtype is None:
-                    _describe(record, shape, dtype)
-                _keep(record, by, value)
-        lives.in_order(told.values())
-        for record in lives.records:
-            if record.born:
-                break  # they come first
-            if not record.role and not record.kept_by:
-                record.role = "other"
-
-
-def address_of(part: Tensor) -> int:
-    """Of its storage; 0 if that is empty, or out of reach as of tensors in torch.func. Not by the
-    storage itself: its Python object would stay with it, and cost as much again when it dies."""
-    try:
-        offset = part.storage_offset()  # of most it is 0
-        return part.data_ptr() - int(offset) * part.element_size() if offset else part.data_ptr()
-    except RuntimeError:
-        return 0
+        return (number, address, None, part.dtype) if address and part.is_nested else None
 
 
 def _describe(record: Record, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
@@ -162,11 +180,11 @@ def _describe(record: Record, shape: tuple[int, ...] | None, dtype: torch.dtype)
         record.shape, record.dtype = shape, dtype
 
 
-def _keep(record: Record, by: Keeper, value: Value | None) -> None:
+def _keep(record: Record, by: Keeper, value: Value | None, folders: Folders) -> None:
     if by.of_this_step and not record.born and not record.role:
         record.role = "inputs"  # an operator of the step has read what it did not make
     if by.text not in record.kept_by:
         record.kept_by += (by.text,)
     if value is not None and record.born and not record.role:
-        record.module, record.line_text = value.module or "", value.line_text
+        record.module, record.line_text = value.module or "", value.line_text(folders)
         record.operator = value.operator or COMPILED

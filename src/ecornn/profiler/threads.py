@@ -54,5 +54,8 @@ class Makers:
         return here if here in self._forward else self._home
 
     def of_this_step(self, maker: int, number: int) -> bool:
+        return number >= self.first_of_this_step(maker)
+
+    def first_of_this_step(self, maker: int) -> int:
         """What another thread made, it made in a pass of the step."""
-        return maker != self._home or number >= self._first_number
+        return self._first_number if maker == self._home else 0

@@ -89,6 +89,7 @@ def test_figures_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert number["predicted_largest_batch"] == pytest.approx(number["largest_within"], rel=0.1)
     assert "largest_batch" not in number, "nothing is refused on the CPU"
     assert 0 < number["step_ms"] < number["observed_ms"]
+    assert number["read_ms"] > number["step_ms"]
     assert number["profile_ms"] > number["step_ms"]
     assert "decoder_only.py:" in str(found["first_lines"])
     assert "peak_bytes" in told[0]["so_far"]

@@ -29,6 +29,7 @@ GOOD: dict[str, float | str] = {
     "step_ms": 10.0,
     "step_ms_spread": 0.1,
     "profile_ms": 20.0,
+    "read_ms": 34.0,
     "after_ms": 10.15,
     "after_ms_spread": 0.1,
     "attention_place": 1,
@@ -96,7 +97,15 @@ def test_the_page_has_the_figures() -> None:
     assert "## profiler-imaginary.json" in page
     assert "| nmt-50 | 128 | 0.0 | 0.0 | +1.00% |" in page
     assert "| 16 | 98 | 100 | -2.0% | 102 | 100 | +2.0% |" in page
-    assert "| nmt-50 | 10.0 ± 1% | – | 20.0 | 2.00× | 10.2 ± 1% | 1.015× |" in page
+    assert "| nmt-50 | 10.0 ± 1% | – | 20.0 | 2.00× | 34.0 | 3.40× | 10.2 ± 1% | 1.015× |" in page
     assert "feature maps of decoder.attention 60%" in page
     assert "speech, B=32, in 16 GiB: killed, after 9 s" in page
     assert page.count("| speech |") == 1, "only where it has figures"
+
+
+def test_a_file_from_before_reading_was_timed_is_still_shown_and_judged() -> None:
+    """What was not measured has no figure."""
+    before = {name: value for name, value in GOOD.items() if name != "read_ms"}
+    page = render({"profiler-old.json": results(Row(NMT, OURS, before), benchmark="profiler")})
+    assert "| nmt-50 | 10.0 ± 1% | – | 20.0 | 2.00× | – | – | 10.2 ± 1% | 1.015× |" in page
+    assert outcomes(before) == outcomes(GOOD)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ecornn.bench.timing import (
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.measure import first_line, out_of_memory
 from ecornn.bench.training.memory import GIB, collect, limited_to, peak_bytes
-from ecornn.profiler import Fit, fit, profile
+from ecornn.profiler import Fit, MemoryReport, fit, profile
 from ecornn.profiler.model import TENSORS
 
 WARM_UP_STEPS = 2
@@ -188,7 +188,8 @@ class Measurement:
         return True
 
     def measure(self) -> None:
-        """A step of a model that the profiler was never used on, one under it and one after it.
+        """A step of a model that the profiler was never used on, one under it and one after it. A
+        report is made when it is read: what that takes is timed beside.
 
         All in turns: a host may be twice as slow for some seconds as for the next, and of a model
         that waits for its host one kind would be measured then, and another now. So two models are
@@ -198,6 +199,7 @@ class Measurement:
             {
                 "step_ms": Timed(alone),
                 "profile_ms": Timed(lambda: profile(step, step.model, step.optimizer)),
+                "read_ms": Timed(lambda: read(profile(step, step.model, step.optimizer))),
                 "after_ms": Timed(step),
                 "observed_ms": Timed(step, around=lambda: profile(model=step.model)),
             },
@@ -206,6 +208,12 @@ class Measurement:
         )
         for name, one in found.items():
             self.metrics |= {name: one.median_s * 1e3, f"{name}_spread": one.spread_s * 1e3}
+
+
+def read(report: MemoryReport) -> None:
+    """All of it: each field, the storages as well as the rows."""
+    for one in fields(report):
+        getattr(report, one.name)
 
 
 @dataclass(frozen=True)

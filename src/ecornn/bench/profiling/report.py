@@ -127,8 +127,10 @@ TABLES: dict[str, tuple[tuple[str, Cell], ...]] = {
     "Milliseconds a step, median ± distance between the quartiles": (
         ("alone", _time("step_ms")),
         ("observed", _time("observed_ms")),
-        ("with the report", _time("profile_ms")),
+        ("with `profile(…)`", _time("profile_ms")),
         ("÷ alone", _over("profile_ms", "step_ms", "{:.2f}×")),
+        ("and the report read", _time("read_ms")),
+        ("÷ alone", _over("read_ms", "step_ms", "{:.2f}×")),
         ("after", _time("after_ms")),
         ("÷ alone", _over("after_ms", "step_ms", "{:.3f}×")),
     ),
