@@ -1,0 +1,56 @@
+"""A second stream beside torch's current one, for kernels that run at the same time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ecornn.kernels.persistent.launch import driver, make_context_current
+
+#: By device and by the stream that it is beside. Not one of torch's pool: another thread could have
+#: the same one, and be capturing it.
+_SIDES: dict[tuple[int, int], Any] = {}
+
+
+def side_of(main: Any, device: int) -> Any:
+    """The stream beside this one."""
+    key = (device, main.cuda_stream)
+    found = _SIDES.get(key)
+    if found is None:
+        make_context_current(device)
+        cuda = driver()
+        error, handle = cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        if int(error) != 0:
+            raise RuntimeError(f"making a stream on GPU {device}: {error}")
+        found = _SIDES.setdefault(key, torch.cuda.ExternalStream(int(handle), device))
+    return found
+
+
+class Fork:
+    """Torch's current stream and the one beside it, from one launch to the next. Memory is torch's
+    current stream's: the one beside it must be waited for before any is given back."""
+
+    def __init__(self, device: int) -> None:
+        self._main = torch.cuda.current_stream(device)
+        self._side = side_of(self._main, device)
+        # one is enough: a wait is for what was recorded last when it was asked for
+        self._event = torch.cuda.Event()
+        self.stream: Any = self._side.cuda_stream
+        self._apart = False
+
+    def side_waits(self) -> None:
+        """What the side is given from now on comes after all that the main stream was given."""
+        self._event.record(self._main)
+        self._side.wait_event(self._event)
+        self._apart = True
+
+    def main_waits(self) -> None:
+        self._event.record(self._side)
+        self._main.wait_event(self._event)
+        self._apart = False
+
+    def close(self) -> None:
+        """Also where something was raised in between."""
+        if self._apart:
+            self.main_waits()
