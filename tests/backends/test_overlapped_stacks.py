@@ -4,6 +4,7 @@ second stream runs as late as it may, so that what is read too early or given ba
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ecornn.backends import overlap, pair_choice
 from ecornn.backends.overlap import Decision
 from ecornn.errors import InvalidInput
 from ecornn.kernels.persistent import gradients, shares
+from ecornn.kernels.persistent.choose import Request
 from ecornn.nn import overlapped, plain
 from ecornn.nn.stack import explained
 from ecornn.ops import pair
@@ -272,14 +274,43 @@ def test_dropout_between_layers_keeps_them_apart(taken: list[int]) -> None:
     assert len(taken) == 1
 
 
+def test_a_capture_takes_what_was_loaded_before(
+    on_gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = pair_choice.PairAsk("lstm", "tf32", HIDDEN, 2, 256, 0, True, True)
+    loaded: list[Request] = []
+    monkeypatch.setattr(pair_choice, "is_loaded", lambda request, device: request in loaded)
+    found = pair_choice.choose(ask)
+    assert "a CUDA graph is being captured" in str(found)
+    loaded += [replace(request, share=2) for request in ask.requests()]
+    found = pair_choice.choose(ask)
+    assert isinstance(found, Decision)
+    assert found.pays
+
+
+def test_a_kernel_that_cannot_be_made_leaves_layers_apart(
+    on_gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def geometry(ask: Request, device: int) -> Any:
+        if ask.share == 2:
+            raise OSError("the disk is full")
+        return on_gpu.geometry(ask, device)
+
+    monkeypatch.setattr(pair_choice, "geometry", geometry)
+    ask = pair_choice.PairAsk("lstm", "tf32", HIDDEN, 2, 256, 0, True, False)
+    assert "the disk is full" in str(pair_choice.choose(ask))
+
+
 def test_a_stack_explains_itself(on_gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def notes(layer: Any, **changes: Any) -> str:
         stack = layer._read(torch.randn(256, 2, INPUT), None, None, "zeros", None, "zero", False)
         plan = plain.plan_from("lstm", INPUT, HIDDEN, *[False] * 20)
-        (note,) = explained(stack.stack._replace(**changes), plan).notes
-        return note
+        notes = explained(stack.stack._replace(**changes), plan).notes
+        return "\n".join(notes)
 
-    assert "two layers run at once, in 4 pieces of time forwards" in notes(made("LSTM"))
+    text = notes(made("LSTM"))
+    assert "two layers run at once, in 4 pieces of time forwards" in text
+    assert "each by forward lstm" in text
     assert "dropout" in notes(made("LSTM"), dropout=0.1)
     assert "both directions" in notes(made("LSTM", bidirectional=True))
     monkeypatch.setattr(overlapped, "_FOUND", {})

@@ -74,6 +74,7 @@ class PlainPair:
         self._check(first, second, between)
         self._weight_bytes = [w.nbytes for w in (*first.flat_weights(), *second)]
         self._forward, self._backward = forward, backward
+        self.passes = [run for run in (forward, backward) if run is not None]
         gates = GATES[self.cell] * self.hidden
         self._gate_row = gates
         self._products = (
@@ -175,9 +176,9 @@ class PlainPair:
         d_gates = marked(shape, x) if run.marked else x.new_empty(shape)
         d_between = torch.empty_like(between)
         d_h0, d_c0 = torch.empty_like(h0), None if c0 is None else torch.empty_like(c0)
-        carried = None
-        if len(run.pieces) > 1:
-            carried = x.new_empty((2, 2, len(run.pieces) - 1, *h0.shape[1:]), dtype=torch.float32)
+        # of h and of c between pieces
+        between_pieces = (2, 2, len(run.pieces) - 1, *h0.shape[1:])
+        carried = x.new_empty(between_pieces, dtype=torch.float32)
         own = len(weights) // 2
         parts = (weights[:own], weights[own:])
         outputs, d_outputs, inputs = (between, output), (d_between, d_output), (x, between)
@@ -195,10 +196,7 @@ class PlainPair:
 
         def product(op: Op) -> None:
             rows = run.rows[op.piece]
-            to_input = self._gradients[1].to_input(d_gates[1][rows])
-            place = d_between.view(self.rows, self.hidden)[rows]
-            with matching_products() if self.dtype == torch.float32 else nullcontext():
-                torch.mm(to_input, parts[1][0], out=place)
+            self._to_first(d_gates[1][rows], parts[1][0], d_between.view(-1, self.hidden)[rows])
 
         def of_weights(op: Op) -> None:
             nonlocal d_input
@@ -216,6 +214,11 @@ class PlainPair:
         if not needs_states:
             return PairGrads(d_input, None, None, d_weights)
         return PairGrads(d_input, d_h0, d_c0, d_weights)
+
+    def _to_first(self, d_gates: Tensor, w_ih: Tensor, found: Tensor) -> None:
+        """The gradient of what the first layer gave the second, of some rows."""
+        with matching_products() if self.dtype == torch.float32 else nullcontext():
+            torch.mm(self._gradients[1].to_input(d_gates), w_ih, out=found)
 
     def _follow(
         self,

@@ -15,6 +15,7 @@ from ecornn.backends.pair_choice import PairAsk, choose, passes
 from ecornn.backends.persistent_calls import SMALL_BYTES, padded
 from ecornn.backends.persistent_pair import PlainPair
 from ecornn.kernels.persistent.device import numbers_of
+from ecornn.kernels.persistent.model import describe
 from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
 from ecornn.ops.pair import PairRoute, run_pair_route
 from ecornn.ops.recurrence import read_call
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from ecornn.nn.stack import StackCall
     from ecornn.planner import ExecutionPlan
 
-#: By everything that decides about a stack; a reason where its layers run one after the other.
-_FOUND: dict[tuple[Any, ...], StackRoute | str] = {}
+#: By everything that decides about a stack; where its layers run one after the other, why: they
+#: would not be quicker, or cannot run at once.
+_FOUND: dict[tuple[Any, ...], StackRoute | Decision | str] = {}
 #: Beyond this many all are forgotten.
 MOST_ROUTES = 4096
 
@@ -82,7 +84,7 @@ class StackRoute(NamedTuple):
         return x, torch.cat(h_n), None if c0 is None else torch.cat(c_n)  # type: ignore[arg-type]
 
 
-def stack_route(call: StackCall, plan: ExecutionPlan) -> StackRoute | str:
+def stack_route(call: StackCall, plan: ExecutionPlan) -> StackRoute | Decision | str:
     """For calls like this one on the persistent kernels; or why its layers run one after the
     other."""
     x = call.input_TBI
@@ -95,7 +97,10 @@ def stack_route(call: StackCall, plan: ExecutionPlan) -> StackRoute | str:
     if found is None:
         if len(_FOUND) >= MOST_ROUTES:
             _FOUND.clear()
-        found = _FOUND[key] = _find(call, plan)
+        found = _find(call, plan)
+        # what a graph that is being captured may have depends on what is loaded by then
+        if not plan.spec.captured:
+            _FOUND[key] = found
     return found
 
 
@@ -112,7 +117,7 @@ def special(call: StackCall) -> str | None:
     return next((reason for holds, reason in reasons if holds), None)
 
 
-def _find(call: StackCall, plan: ExecutionPlan) -> StackRoute | str:
+def _find(call: StackCall, plan: ExecutionPlan) -> StackRoute | Decision | str:
     x, hidden = call.input_TBI, call.h0.shape[-1]
     steps, batch, _ = x.shape
     numbers = numbers_of(x.dtype)
@@ -138,10 +143,8 @@ def _find(call: StackCall, plan: ExecutionPlan) -> StackRoute | str:
     sizes = (call.cell, numbers, hidden, batch, steps)
     ask = PairAsk(*sizes, device, plan.spec.needs_grad, plan.spec.captured)
     decision = choose(ask)
-    if isinstance(decision, str):
+    if isinstance(decision, str) or not decision.pays:
         return decision
-    if not decision.pays:
-        return str(decision)
     return _route(call, plan, ask, decision)
 
 
@@ -170,9 +173,12 @@ def _route(call: StackCall, plan: ExecutionPlan, ask: PairAsk, decision: Decisio
     return StackRoute(tuple(pairs), last)
 
 
-def told(route: StackRoute | str) -> str:
+def told(route: StackRoute | Decision | str) -> list[str]:
     """For a person to read."""
+    if isinstance(route, Decision):
+        return [str(route)]
     if isinstance(route, str):
-        starts = "layers run"
-        return route if route.startswith(starts) else f"layers run one after the other: {route}"
-    return str(route.pairs[0].decision)
+        return [f"layers run one after the other: {route}"]
+    pair = route.pairs[0]
+    shared = [run for run in pair.pair.passes if len(run.pieces) > 1]
+    return [str(pair.decision), *(f"each by {describe(run.launcher.geometry)}" for run in shared)]

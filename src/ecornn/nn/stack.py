@@ -111,7 +111,7 @@ def overlapped(call: StackCall, plan: ExecutionPlan) -> StackRoute | None:
     if call.layers == 1 or plan.scope != "direct" or watched(call.input_TBI):
         return None
     found = stack_route(call, plan)
-    if isinstance(found, str) or not found.fits(call.h0, call.c0, call.weights):
+    if not isinstance(found, StackRoute) or not found.fits(call.h0, call.c0, call.weights):
         return None
     return found
 
@@ -120,7 +120,7 @@ def explained(call: StackCall, plan: ExecutionPlan) -> ExecutionPlan:
     """The plan, and whether the layers of this very call run at the same time."""
     if call.layers == 1 or plan.backend != "persistent" or plan.scope != "direct":
         return plan
-    return replace(plan, notes=(told(stack_route(call, plan)),))
+    return replace(plan, notes=tuple(told(stack_route(call, plan))))
 
 
 def drop(x_TBF: Tensor, probability: float, *, one_mask_a_sequence: bool) -> Tensor:
