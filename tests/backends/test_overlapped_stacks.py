@@ -126,6 +126,25 @@ def test_without_biases_and_with_the_batch_first(
     assert taken
 
 
+def test_a_relu_network(taken: list[int]) -> None:
+    assert_like_torch(made("RNN", nonlinearity="relu"))
+    assert taken
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_layers_apart_go_a_short_way_too(
+    cell: str, on_gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "WORTH", 0.0)
+    layer = made(cell, 3)
+    assert_like_torch(layer)
+    (route,) = plain._ROUTES.values()
+    assert isinstance(route, overlapped.StackRoute)
+    assert len(route.parts) == 3
+    monkeypatch.setattr(plain, "run_stack", None)  # the way is known by now
+    assert_like_torch(layer)
+
+
 @pytest.mark.parametrize("layers", [3, 4, 5])
 def test_layers_are_taken_two_by_two(layers: int, taken: list[int]) -> None:
     assert_like_torch(made("LSTM", layers))

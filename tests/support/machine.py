@@ -108,6 +108,7 @@ class Machine:
         for name in ("geometry", "launcher"):
             monkeypatch.setattr(pair_choice, name, getattr(self, name))
         monkeypatch.setattr(pair_choice, "chip", lambda device: HOPPER)
+        monkeypatch.setattr(pair_choice, "prepare_sides", lambda device: None)
         pair_choice._shared.cache_clear()
 
 

@@ -62,7 +62,7 @@ def cut(steps: int, count: int) -> list[Piece]:
     return [Piece(at, min(size, steps - at), steps) for at in range(0, steps, size)]
 
 
-#: More pieces have more launches than they save, by the formula below at every size of the tests.
+#: More are not tried: each takes three more launches of the host.
 MOST_PIECES = 6
 #: Of the time one after the other: what is not counted here must not make it the slower way.
 WORTH = 0.9

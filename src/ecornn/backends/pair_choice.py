@@ -13,6 +13,7 @@ from ecornn.kernels.persistent.choose import Request, ranked, step_microseconds
 from ecornn.kernels.persistent.device import chip, geometry, is_loaded
 from ecornn.kernels.persistent.launch import launcher
 from ecornn.kernels.persistent.model import launch_estimate
+from ecornn.kernels.persistent.streams import prepare_sides
 from ecornn.kernels.persistent.tile import Geometry
 
 _SCHEDULES = {"forward": forward_schedule, "backward": backward_schedule}
@@ -69,6 +70,8 @@ def _choose(ask: PairAsk) -> Decision | str:
         if whole is None or half is None:
             return f"the blocks of two do not run at once on this GPU ({alone.kernel} pass)"
         timings[at] = _timing(whole, half, alone)
+    if decision.pays and not ask.captured:
+        prepare_sides(ask.device)
     return decide(timings, ask.steps, called=not ask.captured)
 
 

@@ -27,10 +27,10 @@ from ecornn.nn.stack import (
     is_long,
     is_roomy,
     is_short,
-    overlapped,
     plan_from,
     run_stack,
     run_whole,
+    short_way,
     watched,
 )
 from ecornn.ops.checks import check_lengths_within
@@ -136,8 +136,8 @@ def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tenso
         # at once: a checkpoint that runs the first call again must find the same tensors kept
         if found is not None and _fits(found, call):
             return _run_route(found, call)
-    if stacked and key not in _ROUTES and (both := overlapped(stack, plan)) is not None:
-        _remember(key, both)
+    if stacked and not captured and (way := short_way(stack, plan)) is not None:
+        _remember(key, way)
     output, h_n, c_n, _ = run_stack(stack, plan)
     return output, h_n, c_n
 

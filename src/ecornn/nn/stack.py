@@ -20,7 +20,7 @@ from ecornn.backends.reference import define
 from ecornn.errors import NotDifferentiableTwice
 from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.reference.problem import working_dtype
-from ecornn.nn.overlapped import StackRoute, stack_route, told
+from ecornn.nn.overlapped import StackRoute, stack_route
 from ecornn.ops.direct import run_directly
 from ecornn.ops.native import (
     cudnn_differentiable_again,
@@ -85,7 +85,7 @@ def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
     if plan.scope == "network":
         return StackResult(*run_whole(_whole(call, plan.spec.needs_grad)), None)
     x = call.input_TBI
-    if (route := overlapped(call, plan)) is not None:
+    if (route := short_way(call, plan)) is not None:
         tensors = (x, call.h0, call.c0, call.weights)
         return StackResult(*route.run(*tensors, needs_grad=plan.spec.needs_grad), None)
     h_n: list[Tensor] = []
@@ -106,21 +106,19 @@ def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
     )
 
 
-def overlapped(call: StackCall, plan: ExecutionPlan) -> StackRoute | None:
-    """How the layers of this call run two by two at the same time, where they do."""
+def short_way(call: StackCall, plan: ExecutionPlan) -> StackRoute | None:
+    """How the layers of this call run, arranged before, perhaps two at the same time."""
     if call.layers == 1 or plan.scope != "direct" or watched(call.input_TBI):
         return None
     found = stack_route(call, plan)
-    if not isinstance(found, StackRoute) or not found.fits(call.h0, call.c0, call.weights):
-        return None
-    return found
+    return found if found.fits(call.h0, call.c0, call.weights) else None
 
 
 def explained(call: StackCall, plan: ExecutionPlan) -> ExecutionPlan:
     """The plan, and whether the layers of this very call run at the same time."""
     if call.layers == 1 or plan.backend != "persistent" or plan.scope != "direct":
         return plan
-    return replace(plan, notes=tuple(told(stack_route(call, plan))))
+    return replace(plan, notes=stack_route(call, plan).told)
 
 
 def drop(x_TBF: Tensor, probability: float, *, one_mask_a_sequence: bool) -> Tensor:

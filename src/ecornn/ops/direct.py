@@ -87,6 +87,7 @@ class PlainRoute(NamedTuple):
 
     layer: PlainLayer
     constants: tuple[Any, ...]
+    layers: int = 1
 
 
 def plain_route(arguments: tuple[Any, ...]) -> PlainRoute | None:
@@ -131,7 +132,7 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, h0, c0, lengths, output, cells, kept, *weights = ctx.saved_tensors
-        layer, constants = ctx.route
+        layer, constants, _ = ctx.route
         needed = ctx.needs_input_grad
         if all(grad is None for grad in grads):
             return (None,) * len(needed)

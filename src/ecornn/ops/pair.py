@@ -17,9 +17,10 @@ from ecornn.ops.recurrence import differentiable_recurrence
 class PairRoute(NamedTuple):
     """How plain calls of one size run: both layers, the operator's constants, and why so."""
 
-    pair: PlainPair
+    layer: PlainPair
     constants: tuple[Any, ...]
     decision: Decision
+    layers: int = 2
 
 
 def run_pair_route(
@@ -35,13 +36,13 @@ def run_pair_route(
     if needs_grad:
         found: tuple[Tensor, Tensor, Tensor | None] = _Pair.apply(route, x, h0, c0, *weights)
         return found
-    return route.pair.forward(x, h0, c0, weights)[:3]
+    return route.layer.forward(x, h0, c0, weights)[:3]
 
 
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: PairRoute, x: Any, h0: Any, c0: Any, *weights: Any) -> Any:
-        output, h_n, c_n, between, cells, kept = route.pair.forward(x, h0, c0, weights)
+        output, h_n, c_n, between, cells, kept = route.layer.forward(x, h0, c0, weights)
         ctx.save_for_backward(x, h0, c0, between, output, cells, kept, *weights)
         ctx.route = route
         ctx.set_materialize_grads(False)
@@ -49,7 +50,7 @@ class _Pair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        needed, pair = ctx.needs_input_grad, ctx.route.pair
+        needed, pair = ctx.needs_input_grad, ctx.route.layer
         if all(grad is None for grad in grads):
             return (None,) * len(needed)
         saved = ctx.saved_tensors

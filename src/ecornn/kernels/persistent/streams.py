@@ -6,11 +6,22 @@ from typing import Any
 
 import torch
 
-from ecornn.kernels.persistent.launch import driver, make_context_current
+from ecornn.kernels.persistent.launch import LaunchError, driver, make_context_current
 
 #: By device and by the stream that it is beside. Not one of torch's pool: another thread could have
 #: the same one, and be capturing it.
 _SIDES: dict[tuple[int, int], Any] = {}
+#: By device, for streams that are first met while they are captured, when it is better to make
+#: nothing: there are few, since torch's are from a pool.
+_SPARE: dict[int, list[Any]] = {}
+SPARE = 4
+
+
+def prepare_sides(device: int) -> None:
+    """Have streams ready that a capture may need."""
+    spare = _SPARE.setdefault(device, [])
+    while len(spare) < SPARE:
+        spare.append(_new_stream(device))
 
 
 def side_of(main: Any, device: int) -> Any:
@@ -18,13 +29,19 @@ def side_of(main: Any, device: int) -> Any:
     key = (device, main.cuda_stream)
     found = _SIDES.get(key)
     if found is None:
-        make_context_current(device)
-        cuda = driver()
-        error, handle = cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        if int(error) != 0:
-            raise RuntimeError(f"making a stream on GPU {device}: {error}")
-        found = _SIDES.setdefault(key, torch.cuda.ExternalStream(int(handle), device))
+        spare = _SPARE.get(device)
+        found = _SIDES.setdefault(key, spare.pop() if spare else _new_stream(device))
     return found
+
+
+def _new_stream(device: int) -> Any:
+    make_context_current(device)
+    cuda = driver()
+    with torch.cuda.device(device):
+        error, handle = cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    if int(error) != 0:
+        raise LaunchError(f"making a stream on GPU {device}: {error}")
+    return torch.cuda.ExternalStream(int(handle), device)
 
 
 class Fork:
