@@ -53,7 +53,28 @@ def backward_effects(op: Op, pieces: int) -> tuple[set[Place], set[Place]]:
     return {("d_gates", op.layer, k) for k in range(pieces)}, {("d_weights", op.layer, 0)}
 
 
-EFFECTS = {forward_schedule: forward_effects, backward_schedule: backward_effects}
+def in_turns(pieces: int) -> list[Op]:
+    return forward_schedule(pieces, in_turns=True)
+
+
+def in_turns_effects(op: Op, pieces: int) -> tuple[set[Place], set[Place]]:
+    """Each piece's shares stand where those of the one before the last stood."""
+    if op.kind == PRODUCT and op.layer == 0:
+        return set(), {("shares", 0, op.piece % 2)}
+    reads, writes = forward_effects(op, pieces)
+
+    def placed(places: set[Place]) -> set[Place]:
+        return {(what, of, k % 2 if what == "shares" else k) for what, of, k in places}
+
+    return placed(reads), placed(writes)
+
+
+EFFECTS = {
+    forward_schedule: forward_effects,
+    in_turns: in_turns_effects,
+    backward_schedule: backward_effects,
+}
+NAMES = ["forward", "in turns", "backward"]
 
 
 @dataclass
@@ -89,7 +110,7 @@ class Order:
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 6])
-@pytest.mark.parametrize("schedule", EFFECTS, ids=["forward", "backward"])
+@pytest.mark.parametrize("schedule", EFFECTS, ids=NAMES)
 def test_every_read_comes_after_its_write_and_no_wait_is_idle(
     schedule: object, pieces: int
 ) -> None:
@@ -102,7 +123,7 @@ def test_every_read_comes_after_its_write_and_no_wait_is_idle(
             assert Order().wrongs(without, effects, pieces), f"wait {at} is for nothing"
 
 
-@pytest.mark.parametrize("schedule", EFFECTS, ids=["forward", "backward"])
+@pytest.mark.parametrize("schedule", EFFECTS, ids=NAMES)
 def test_products_are_on_one_stream_and_kernels_on_both(schedule: object) -> None:
     given: list[Op] = schedule(3)  # type: ignore[operator]
     assert {op.stream for op in given if op.kind not in (KERNEL, WAIT)} == {MAIN}
@@ -158,6 +179,16 @@ def test_each_pass_is_decided_by_itself() -> None:
 def test_a_call_takes_fewer_pieces_than_a_graph_where_the_host_is_behind() -> None:
     quick = timing(step=0.4, launch=2.0)
     assert decide([quick], 256, called=True).pieces < decide([quick], 256, called=False).pieces
+
+
+def test_in_turns_two_pieces_are_half_of_time_or_less() -> None:
+    long = timing(launch=50.0)
+    assert decide([long, long], 256, called=False).pieces == (2, 2)
+    found = decide([long, long], 512, called=False, in_turns=True)
+    assert found.pieces[0] >= 4
+    assert found.pieces[1] >= 2
+    # one after the other both ways, where the first is not worth it
+    assert decide([long, long], 256, called=False, in_turns=True).pieces == (1, 1)
 
 
 def test_one_step_is_not_cut() -> None:

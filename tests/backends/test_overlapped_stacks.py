@@ -34,7 +34,7 @@ def taken(on_gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         pair_choice,
         "decide",
-        lambda timings, steps, called: Decision((4, 3)[: len(timings)], 1.0, 2.0),
+        lambda timings, steps, **more: Decision((4, 3)[: len(timings)], 1.0, 2.0),
     )
     runs: list[int] = []
     run = pair.PlainPair.forward
@@ -124,6 +124,30 @@ def test_without_biases_and_with_the_batch_first(
 ) -> None:
     assert_like_torch(made(cell, **options))
     assert taken
+
+
+@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_shares_of_the_gates_in_turns(
+    cell: str,
+    through_l2: bool,
+    taken: list[int],
+    on_gpu: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where they are large; those of an LSTM that keeps its gates are there in any case."""
+    on_gpu.through_l2 = through_l2
+    monkeypatch.setattr(overlapped, "SMALL_BYTES", 1)
+    layer = made(cell)
+    assert_like_torch(layer)
+    tensors = drawn(layer)
+    with torch.no_grad():
+        wanted = results(of_torch(layer), *(t.double() for t in tensors))
+        for a, b in zip(results(layer, *tensors), wanted, strict=True):
+            assert_matches(a, b, tolerance(torch.float32, STEPS))
+    runs = [route.parts[0].layer.passes[0] for route in overlapped._FOUND.values()]
+    assert [run.in_turns for run in runs] == [cell != "LSTM", True]
+    assert {run.buffer_rows for run in runs if run.in_turns} == {2 * 3 * BATCH}
 
 
 def test_a_relu_network(taken: list[int]) -> None:

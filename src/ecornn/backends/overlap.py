@@ -26,17 +26,17 @@ class Op(NamedTuple):
     piece: int = ALL
 
 
-def forward_schedule(pieces: int) -> list[Op]:
+def forward_schedule(pieces: int, *, in_turns: bool = False) -> list[Op]:
     """Products stay on one stream, so that torch's library has one workspace, and all memory is
-    that stream's. The first layer's product is one: it would be on the same stream in any case."""
-    found = [Op(PRODUCT, MAIN, 0, ALL)]
+    that stream's. The first layer's product is one: it would be on the same stream in any case.
+    `in_turns`: the shares of the gates have room for two pieces only."""
+    found = [] if in_turns else [Op(PRODUCT, MAIN, 0, ALL)]
     for piece in range(pieces):
-        found += [
-            Op(KERNEL, MAIN, 0, piece),
-            Op(PRODUCT, MAIN, 1, piece),
-            Op(WAIT, SIDE),
-            Op(KERNEL, SIDE, 1, piece),
-        ]
+        found += [Op(PRODUCT, MAIN, 0, piece)] if in_turns else []
+        found += [Op(KERNEL, MAIN, 0, piece), Op(PRODUCT, MAIN, 1, piece)]
+        # for the second layer's piece before, whose place the next piece takes
+        found += [Op(WAIT, MAIN)] if in_turns and 0 < piece < pieces - 1 else []
+        found += [Op(WAIT, SIDE), Op(KERNEL, SIDE, 1, piece)]
     return [*found, Op(WAIT, MAIN)]
 
 
@@ -64,6 +64,8 @@ def cut(steps: int, count: int) -> list[Piece]:
 
 #: More are not tried: each takes three more launches of the host.
 MOST_PIECES = 6
+#: So many at least where two pieces' shares of the gates must take no more than half of all.
+LEAST_IN_TURNS = 4
 #: Of the time one after the other: what is not counted here must not make it the slower way.
 WORTH = 0.9
 #: What the host takes to launch a kernel or a product, measured on an H200's machine.
@@ -123,18 +125,21 @@ def overlapped(timing: Timing, steps: int, pieces: int, *, called: bool) -> floa
     return max(device, 3 * pieces * HOST_MICROSECONDS) if called else device
 
 
-def decide(timings: list[Timing], steps: int, *, called: bool) -> Decision:
+def decide(timings: list[Timing], steps: int, *, called: bool, in_turns: bool = False) -> Decision:
     """The best number of pieces for each pass, one where no other is worth it."""
     counts, best, before = [], 0.0, 0.0
-    for timing in timings:
+    for number, timing in enumerate(timings):
+        least = LEAST_IN_TURNS if in_turns and number == 0 else 2
         alone = one_by_one(timing, steps, called=called)
         times = {
             pieces: overlapped(timing, steps, pieces, called=called)
-            for pieces in range(2, min(MOST_PIECES, steps) + 1)
+            for pieces in range(least, min(MOST_PIECES, steps) + 1)
         }
         count = min(times, key=lambda pieces: times[pieces], default=1)
         if count not in times or times[count] > WORTH * alone:
             count = 1
         counts.append(count)
         best, before = best + (times[count] if count > 1 else alone), before + alone
+    if in_turns and counts[0] == 1:  # with the gates' shares of all of time at once
+        return Decision((1,) * len(counts), before, before)
     return Decision(tuple(counts), best, before)

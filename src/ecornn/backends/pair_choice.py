@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from ecornn.backends.overlap import Decision, Timing, backward_schedule, decide, forward_schedule
@@ -15,8 +15,6 @@ from ecornn.kernels.persistent.launch import launcher
 from ecornn.kernels.persistent.model import launch_estimate
 from ecornn.kernels.persistent.streams import prepare_sides
 from ecornn.kernels.persistent.tile import Geometry
-
-_SCHEDULES = {"forward": forward_schedule, "backward": backward_schedule}
 
 
 class PairAsk(NamedTuple):
@@ -30,6 +28,8 @@ class PairAsk(NamedTuple):
     device: int
     needs_grad: bool
     captured: bool
+    #: Whether the shares of the gates are too large to be there for all of time.
+    in_turns: bool = False
 
     def requests(self) -> list[Request]:
         """Of each pass, with the chip to itself."""
@@ -56,7 +56,7 @@ def _choose(ask: PairAsk) -> Decision | str:
         timings.append(_timing(whole, half, alone))
         places.append(alone)
     # as a captured graph would run, so that what it may want is loaded before
-    decision = decide(timings, ask.steps, called=False)
+    decision = decide(timings, ask.steps, called=False, in_turns=ask.in_turns)
     for at, (alone, count) in enumerate(zip(places, decision.pieces, strict=True)):
         shared = replace(alone, share=2)
         if count == 1:
@@ -72,7 +72,7 @@ def _choose(ask: PairAsk) -> Decision | str:
         timings[at] = _timing(whole, half, alone)
     if decision.pays and not ask.captured:
         prepare_sides(ask.device)
-    return decide(timings, ask.steps, called=not ask.captured)
+    return decide(timings, ask.steps, called=not ask.captured, in_turns=ask.in_turns)
 
 
 def passes(ask: PairAsk, decision: Decision) -> list[Pass]:
@@ -83,8 +83,12 @@ def passes(ask: PairAsk, decision: Decision) -> list[Pass]:
         place = geometry(replace(alone, share=2) if count > 1 else alone, ask.device)
         assert place is not None
         sizes = (ask.steps, ask.batch, ask.hidden)
-        schedule = _SCHEDULES[alone.kernel]
-        found.append(Pass(launcher(place, ask.device), schedule, sizes, count))
+        kernel = launcher(place, ask.device)
+        if alone.kernel == "backward":
+            found.append(Pass(kernel, backward_schedule, sizes, count))
+        else:
+            order = partial(forward_schedule, in_turns=ask.in_turns)
+            found.append(Pass(kernel, order, sizes, count, in_turns=ask.in_turns))
     return found
 
 

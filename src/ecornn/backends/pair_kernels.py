@@ -38,6 +38,8 @@ class Pass:
         schedule: Callable[[int], list[Op]],
         sizes: tuple[int, int, int],
         count: int,
+        *,
+        in_turns: bool = False,
     ) -> None:
         """`sizes`: steps, batch and hidden; `count` of pieces."""
         tile, group = launcher.geometry.tile, launcher.geometry.group_batch
@@ -49,6 +51,16 @@ class Pass:
         times = [piece.times(descending=self.backward) for piece in self.pieces]
         #: By piece: its rows in (T · B, …).
         self.rows = [slice(start * self.batch, stop * self.batch) for start, stop in times]
+        #: And in the buffer of the gates' shares, which is so long.
+        self.share_rows, self.buffer_rows, self.in_turns = self.rows, steps * self.batch, in_turns
+        if in_turns:
+            size = self.pieces[0].steps * self.batch
+            places = (slice(k % 2 * size, (k % 2 + 1) * size) for k in range(len(times)))
+            self.share_rows = [
+                slice(place.start, place.start + rows.stop - rows.start)
+                for place, rows in zip(places, self.rows, strict=True)
+            ]
+            self.buffer_rows = 2 * size
         stored = 4 if tile.cell in ("lstm", "gru") else 1
         exchanged = (stored if self.backward else 1) * self.hidden
         #: By piece: the arguments' integers, in their order.
@@ -139,7 +151,8 @@ class ForwardPlaces(NamedTuple):
 
 
 def forward_arguments(p: ForwardPlaces, run: Pass, piece: int, failed: int) -> ForwardArguments:
-    row, state = run.rows[piece].start, run.batch * run.hidden
+    row, share = run.rows[piece].start, run.share_rows[piece].start
+    state = run.batch * run.hidden
     first, last = piece == 0, piece == len(run.pieces) - 1
     # the states that the piece before left: h as its last output, c in float32
     h_in = p.h0 if first else p.output + (row - run.batch) * run.hidden * p.size
@@ -147,7 +160,7 @@ def forward_arguments(p: ForwardPlaces, run: Pass, piece: int, failed: int) -> F
     c_out = 0 if last or not p.c0 else p.carried + piece * state * 4
     packed = _FORWARD.pack(
         # gates, weights, b_ih, b_hh, exchange, output, cells, kept, for two directions
-        *(p.gates + row * p.gate_row * p.size, 0, p.w_hh, 0, p.b_ih, 0, p.b_hh, 0),
+        *(p.gates + share * p.gate_row * p.size, 0, p.w_hh, 0, p.b_ih, 0, p.b_hh, 0),
         *(p.output, 0, p.output, 0, p.cells, 0, p.kept, 0),
         # h0, c0, h_in, c_in, h_out, c_n, c_out, lengths, resets, failed; the last h_out stays
         *(p.h0, p.c0, h_in, c_in, p.h_n, p.c_n if last else 0, c_out, 0, 0, failed),

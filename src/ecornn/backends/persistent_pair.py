@@ -1,9 +1,9 @@
 """Two layers of a stack at the same time, as `overlap` orders them; like `persistent_plain`, with
 as little work on the host as it takes.
 
-Of each buffer a piece is written once and then read, so nothing waits for a buffer to be free: the
-second layer's shares of the gates stand where the first's stood, which were read by then, or where
-both are kept. h is handed from piece to piece by the output, an LSTM's c in float32.
+The second layer's shares of the gates stand where the first's stood, which were read by then, or
+where both are kept; where they are large, two pieces' are there in turns. h is handed from piece to
+piece by the output, an LSTM's c in float32.
 
 Shape suffixes: see `protocol`; S the two layers.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ecornn.backends.overlap import KERNEL, PRODUCT, SIDE, WAIT, WEIGHTS, Op
+from ecornn.backends.overlap import ALL, KERNEL, PRODUCT, SIDE, WAIT, WEIGHTS, Op
 from ecornn.backends.pair_kernels import (
     BackwardPlaces,
     ForwardPlaces,
@@ -77,12 +77,12 @@ class PlainPair:
         self.passes = [run for run in (forward, backward) if run is not None]
         gates = GATES[self.cell] * self.hidden
         self._gate_row = gates
+        own = [piece.steps * self.batch for piece in forward.pieces]
+        firsts = own if forward.in_turns else [self.rows]
+        #: By layer and piece; of the first layer one alone where it is made for all of time.
         self._products = (
-            InputProduct(x, self.rows, gates, self.inputs),
-            *(
-                InputProduct(x, piece.steps * self.batch, gates, self.hidden)
-                for piece in forward.pieces
-            ),
+            [InputProduct(x, rows, gates, self.inputs) for rows in firsts],
+            [InputProduct(x, rows, gates, self.hidden) for rows in own],
         )
         if backward is not None:
             self._gradients = [GateGradients(self.cell, t, self.hidden) for t in (x, between)]
@@ -119,9 +119,10 @@ class PlainPair:
         flag.check()
         kept = x.new_empty(2, self.rows, 4 * self.hidden) if self.keep == "gates" else None
         in_place = self.lstm and kept is not None
-        gates = kept if in_place else x.new_empty(1, self.rows, self._gate_row)
+        gates = kept if in_place else x.new_empty(1, run.buffer_rows, self._gate_row)
         assert gates is not None
-        self._products[0](x.view(self.rows, self.inputs), weights[0], gates[0])
+        if not run.in_turns:  # before all else: the device is busy with it while the host goes on
+            self._products[0][0](x.view(self.rows, self.inputs), weights[0], gates[0])
         outputs = [self._output(x, run.marked) for _ in range(2)]
         with_cells = self.lstm and self.keep != "none"
         cells = x.new_empty(2, *self._shape) if with_cells else None
@@ -142,10 +143,11 @@ class PlainPair:
         ]
 
         def product(op: Op) -> None:
-            if op.layer == 1:  # the first layer's was made before all else
-                rows = run.rows[op.piece]
-                given = outputs[0].view(self.rows, self.hidden)[rows]
-                self._products[1 + op.piece](given, weights[own], gates[-1][rows])
+            if op.piece != ALL:
+                given = outputs[0] if op.layer == 1 else x
+                rows = given.view(self.rows, -1)[run.rows[op.piece]]
+                place = gates[-op.layer][run.share_rows[op.piece]]
+                self._products[op.layer][op.piece](rows, weights[op.layer * own], place)
 
         def arguments(op: Op) -> ForwardArguments:
             return forward_arguments(places[op.layer], run, op.piece, flag.address)

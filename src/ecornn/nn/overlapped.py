@@ -125,7 +125,7 @@ def _find(call: StackCall, plan: ExecutionPlan) -> StackRoute:
         assert numbers is not None
         steps, batch, _ = x.shape
         sizes = (call.cell, numbers, call.h0.shape[-1], batch, steps, x.get_device())
-        ask = PairAsk(*sizes, plan.spec.needs_grad, plan.spec.captured)
+        ask = PairAsk(*sizes, plan.spec.needs_grad, plan.spec.captured, _is_large(call, plan))
         decision = choose(ask)
         if isinstance(decision, Decision) and decision.pays:
             return _two_by_two(call, plan, ask, decision)
@@ -143,8 +143,6 @@ def _apart(reason: str) -> str:
 def _unfit(call: StackCall, plan: ExecutionPlan) -> str | None:
     """What of a plain call's sizes stands against two layers at once."""
     x, hidden = call.input_TBI, call.h0.shape[-1]
-    kept_in_place = plan.keep == "gates" and call.cell == "lstm"
-    shares = x.shape[0] * x.shape[1] * GATES[call.cell] * hidden * x.element_size()
     reasons = (
         (0 in x.shape, "there is nothing to compute"),
         (padded(hidden, x.dtype) != hidden, "a row of h is no whole number of 16 bytes"),
@@ -152,12 +150,16 @@ def _unfit(call: StackCall, plan: ExecutionPlan) -> str | None:
             plan.keep == "states" and call.cell in ("lstm", "gru"),
             "gates that are not kept are made again piece by piece",
         ),
-        (
-            shares > SMALL_BYTES and not kept_in_place,
-            "their gates' inputs are so large that they are made piece by piece",
-        ),
     )
     return next((text for holds, text in reasons if holds), None)
+
+
+def _is_large(call: StackCall, plan: ExecutionPlan) -> bool:
+    """Whether the input's share of the gates is not to be there for all of time."""
+    x, hidden = call.input_TBI, call.h0.shape[-1]
+    kept_in_place = plan.keep == "gates" and call.cell == "lstm"
+    shares = x.shape[0] * x.shape[1] * GATES[call.cell] * hidden * x.element_size()
+    return shares > SMALL_BYTES and not kept_in_place
 
 
 def _arguments(call: StackCall, plan: ExecutionPlan, layer: int) -> tuple[Any, ...]:

@@ -38,7 +38,7 @@ def _new_stream(device: int) -> Any:
     make_context_current(device)
     cuda = driver()
     with torch.cuda.device(device):
-        error, handle = cuda.cuStreamCreate(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        error, handle = cuda.cuStreamCreate(int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
     if int(error) != 0:
         raise LaunchError(f"making a stream on GPU {device}: {error}")
     return torch.cuda.ExternalStream(int(handle), device)
