@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from ecornn.backends.overlap import (
     KERNEL,
@@ -22,6 +23,7 @@ from ecornn.backends.overlap import (
     one_by_one,
     overlapped,
 )
+from ecornn.kernels.persistent import streams
 from ecornn.kernels.persistent.choose import Request, blocks_needed, ranked, step_microseconds
 from support.machine import HOPPER
 
@@ -208,3 +210,56 @@ def test_what_shares_the_chip_leaves_half_of_it(kernel: str, hidden: int, batch:
         alone = Request(kernel, "lstm", "bf16", hidden, batch)
         whole = ranked(alone, HOPPER)[0]
         assert step_microseconds(geometry, ask) >= step_microseconds(whole, alone)
+
+
+class FakeStream:
+    def __init__(self, log: list[tuple[str, ...]], name: str) -> None:
+        self.log, self.name, self.cuda_stream = log, name, hash(name)
+
+    def wait_event(self, event: object) -> None:
+        self.log.append((self.name, "waits"))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What two streams are asked, in order."""
+    found: list[tuple[str, ...]] = []
+
+    class FakeEvent:
+        def record(self, stream: FakeStream) -> None:
+            found.append((stream.name, "recorded"))
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(found, MAIN))
+    monkeypatch.setattr(streams, "_SIDES", {})
+    monkeypatch.setattr(streams, "_SPARE", {0: []})
+    monkeypatch.setattr(streams, "_new_stream", lambda device: FakeStream(found, SIDE))
+    return found
+
+
+def test_a_wait_is_for_what_the_other_stream_was_given(log: list[tuple[str, ...]]) -> None:
+    fork = streams.Fork(0)
+    assert fork.stream == hash(SIDE)
+    fork.side_waits()
+    fork.main_waits()
+    fork.close()  # nothing is left to wait for
+    assert log == [(MAIN, "recorded"), (SIDE, "waits"), (SIDE, "recorded"), (MAIN, "waits")]
+    again = streams.Fork(0)
+    again.close()
+    assert len(log) == 4, "a stream that was given nothing is not waited for"
+    again.side_waits()
+    again.close()  # as after an error
+    assert log[-1] == (MAIN, "waits")
+
+
+def test_a_stream_has_one_beside_it_made_ahead(log: list[tuple[str, ...]]) -> None:
+    streams.prepare_sides(0)
+    ready = list(streams._SPARE[0])
+    assert len(ready) == streams.SPARE
+    first, second = FakeStream(log, "first"), FakeStream(log, "second")
+    side = streams.side_of(first, 0)
+    assert side in ready
+    assert streams.side_of(first, 0) is side
+    assert streams.side_of(second, 0) is not side
+    streams.prepare_sides(0)
+    assert len(streams._SPARE[0]) == streams.SPARE

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ecornn
-from ecornn.backends import overlap, pair_choice
+from ecornn.backends import overlap, pair_choice, persistent_pair
 from ecornn.backends.overlap import Decision
 from ecornn.errors import InvalidInput
 from ecornn.kernels.persistent import gradients, shares
+from ecornn.kernels.persistent.arguments import ForwardArguments
 from ecornn.kernels.persistent.choose import Request
 from ecornn.nn import overlapped, plain
 from ecornn.nn.stack import explained
 from ecornn.ops import pair
+from support.emulated import EmulatedLauncher
 from support.machine import Machine
 from support.tolerances import assert_matches, tolerance
 
@@ -306,6 +308,28 @@ def test_weights_that_do_not_belong_are_refused(name: str, known: bool, taken: l
     short = name.replace("weight", "w").replace("bias", "b").removesuffix("_l1")
     with pytest.raises(InvalidInput, match=f"^{short}: got"):
         layer(x)
+
+
+def test_an_error_in_between_leaves_nothing_running(
+    taken: list[int], on_gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = made("LSTM"), drawn(made("LSTM"))[0]
+    forks: list[Any] = []
+    late = persistent_pair.Fork
+    monkeypatch.setattr(persistent_pair, "Fork", lambda d: forks.append(late(d)) or forks[-1])
+    layer(x)
+    assert not forks[0].stream
+    launched = EmulatedLauncher.__call__
+
+    def third_fails(self: Any, *given: Any, stream: Any = None, **more: Any) -> None:
+        if stream is None and isinstance(given[0], ForwardArguments) and given[0].first_step >= 6:
+            raise RuntimeError("no launch")
+        launched(self, *given, stream=stream, **more)
+
+    monkeypatch.setattr(EmulatedLauncher, "__call__", third_fails)
+    with pytest.raises(RuntimeError, match="no launch"):
+        layer(x)
+    assert not forks[1].stream, "what was given to the second stream is waited for"
 
 
 def test_dropout_between_layers_keeps_them_apart(taken: list[int]) -> None:
