@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecornn.backends import persistent_calls, persistent_plain
+from ecornn.backends import persistent_calls, persistent_gradients
 from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.registry import by_name
@@ -149,7 +149,7 @@ def test_the_short_way_of_a_layer_that_is_not_small(
     call = make_call(cell, 24, keep="gates" if cell == "lstm" else "states")
     if zero:
         call = replace(call, h0_DBR=torch.zeros_like(call.h0_DBR))
-        monkeypatch.setattr(persistent_plain, "is_zero_state", lambda state: True)
+        monkeypatch.setattr(persistent_gradients, "is_zero_state", lambda state: True)
     layer = PlainLayer(call)
     inputs, weights = (call.input_TBI, call.h0_DBR, call.c0_DBH), tuple(call.flat_weights())
     found = layer.forward(*inputs, weights)

@@ -21,34 +21,13 @@ from ecornn.backends import persistent_calls
 from ecornn.backends.protocol import LayerCall
 from ecornn.errors import InvalidInput
 from ecornn.kernels.persistent import gradients
-from ecornn.nn import base, plain
+from ecornn.nn import plain
 from ecornn.ops import direct
 from ecornn.ops.recurrence import recurrence
-from ecornn.planner import ExecutionPlan
-from ecornn.spec import RnnSpec
 from support.machine import Machine, make_call, routed, run_route
 from support.tolerances import assert_matches, tolerance
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-
-
-@pytest.fixture
-def on_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Layers run as if their tensors were on a GPU whose persistent kernels the planner chose."""
-
-    def plan_from(cell: str, inputs: int, hidden: int, *fields: Any) -> ExecutionPlan:
-        needs_grad = fields[13]
-        spec = RnnSpec(cell, inputs, hidden, needs_grad=needs_grad)
-        kept = "states" if cell.startswith("rnn") else "gates"
-        return ExecutionPlan(spec, "persistent", kept if needs_grad else "none", "direct", "a test")
-
-    monkeypatch.setattr(plain, "_ROUTES", {})
-    monkeypatch.setattr(plain, "plan_from", plan_from)
-    monkeypatch.setattr(base, "run_plain", plain._run_on_gpu)
-    monkeypatch.setattr(base, "run_plain_with_lengths", plain._run_on_gpu_with_lengths)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.zeros(0).get_device())
-    return machine
 
 
 def pair(cell: str, *sizes: int, **options: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ and how lanes share work is as on a GPU. Its memory order and its rounding are n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,22 @@ import torch
 from torch import Tensor
 
 from ecornn.backends import persistent_calls, persistent_gradients
-from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
+from ecornn.backends.overlap import backward_schedule, forward_schedule
+from ecornn.backends.pair_kernels import Pass
+from ecornn.backends.persistent_pair import PlainPair
+from ecornn.backends.protocol import (
+    BackwardRequest,
+    CallGrads,
+    LayerCall,
+    LayerResult,
+    ResultGrads,
+    present,
+)
 from ecornn.backends.registry import by_name
+from ecornn.kernels.persistent import shares
 from ecornn.kernels.persistent.choose import Request, candidates
 from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.reference import DirectionWeights
 from support.machine import HOPPER, Machine, make_call
 from support.on_cpu import OnCpu, unavailable
 from support.tolerances import assert_matches, tolerance
@@ -200,6 +213,106 @@ def test_a_layer_is_the_definition_s(
             assert_matches(one, other, bound)
     assert len(made) >= 2
     assert not any(launcher.failed for launcher in made)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("lstm", BF16, 24, 5),
+        Case("gru", FP32, 24, 3, "cluster"),
+        Case("rnn_tanh", BF16, 64, 9),
+        Case("lstm", FP32, 24, 5, "cluster"),
+    ],
+    ids=str,
+)
+def test_two_layers_at_once_are_the_definition_s(
+    case: Case, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In three pieces forwards and two backwards, which go on with what the one before left."""
+    monkeypatch.setattr(shares, "MOST_WORK", {2: 0, 4: 0})
+    first = replace(case.call(), keep="states" if case.cell == "rnn_tanh" else "gates")
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(case.dtype)
+
+    rows, state = first.weights[0].w_ih.shape[0], (2, case.batch, case.hidden)
+    second = DirectionWeights(
+        *(draw(rows, case.hidden, scale=case.hidden**-0.5) for _ in range(2)),
+        draw(rows),
+        draw(rows),
+    )
+    h0, c0 = draw(*state), draw(*state) if case.cell == "lstm" else None
+    made: list[OnCpu] = []
+
+    def run_of(kernel: str, schedule: Any, count: int) -> Pass:
+        ask = Request(kernel, case.cell, "bf16" if case.dtype == BF16 else "tf32x3", *state[:0:-1])
+        found = case.geometry(ask, None)
+        assert found is not None
+        made.append(OnCpu(found, folder))
+        return Pass(made[-1], schedule, (STEPS, case.batch, case.hidden), count)  # type: ignore[arg-type]
+
+    passes = (run_of("forward", forward_schedule, 3), run_of("backward", backward_schedule, 2))
+    pair = PlainPair(first, present(second), *passes)
+    weights = [*first.flat_weights(), *present(second)]
+    found = pair.forward(first.input_TBI, h0, c0, weights)
+    grads = [draw(STEPS, *state[1:]), draw(*state), None if c0 is None else draw(*state)]
+    left = (found.between_TBR, found.output_TBR, found.cells_STBH, found.kept)
+    given = (first.input_TBI, h0, c0, weights)
+    back = pair.backward(tuple(grads), given, left, needs_input=True, needs_states=True)  # type: ignore[arg-type]
+    assert not any(launcher.failed for launcher in made)
+
+    want, want_grads = stacked(
+        converted(first, torch.float64),
+        second.to(torch.float64),
+        *doubled([h0, c0]),
+        doubled(grads),
+    )
+    pairs = zip([*found[:3], *back[:3], *back.weights], [*want, *want_grads], strict=True)
+    for one, other in pairs:
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert_matches(one, other, 4 * tolerance(case.dtype, STEPS))
+
+
+def doubled(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if v is None else v.double() for v in values]
+
+
+def stacked(
+    first: LayerCall,
+    second: DirectionWeights,
+    h0: Any,
+    c0: Any,
+    grads: list[Tensor | None],
+) -> tuple[list[Any], list[Any]]:
+    """(output, h_n, c_n) of two layers by the definition, and the gradients of their input, states
+    and weights."""
+
+    def own(states: Tensor | None, layer: int) -> Any:
+        return None if states is None else states[layer : layer + 1]
+
+    def joined(*states: Tensor | None) -> Tensor | None:
+        return None if states[0] is None else torch.cat(states)  # type: ignore[arg-type]
+
+    calls = [replace(first, h0_DBR=own(h0, 0), c0_DBH=own(c0, 0), keep="states")]
+    results = [by_name("reference").forward(calls[0])]
+    states = {"h0_DBR": own(h0, 1), "c0_DBH": own(c0, 1)}
+    calls.append(replace(calls[0], input_TBI=results[0].output_TBO, weights=(second,), **states))
+    results.append(by_name("reference").forward(calls[1]))
+    d_output, d_h_n, d_c_n = grads
+    back: list[CallGrads] = []
+    for layer in (1, 0):
+        arrived = ResultGrads(d_output, own(d_h_n, layer), own(d_c_n, layer), None)
+        found = by_name("reference").backward(
+            calls[layer], results[layer], arrived, BackwardRequest()
+        )
+        back.insert(0, found)
+        d_output = found.input_TBI
+    left = [joined(*parts) for parts in zip(*(r[1:3] for r in results), strict=True)]
+    d_states = [joined(*parts) for parts in zip(*(b[1:3] for b in back), strict=True)]
+    d_weights = [*back[0].weights, *back[1].weights]
+    return [results[1].output_TBO, *left], [d_output, *d_states, *d_weights]
 
 
 def test_a_block_that_never_runs_is_given_up(

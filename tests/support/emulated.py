@@ -311,7 +311,11 @@ class EmulatedLauncher:
         self.geometry = geometry
         self.launches = 0
 
-    def __call__(self, arguments: Any, blocks: int | None = None) -> None:
+    def __call__(self, arguments: Any, blocks: int | None = None, stream: Any = None) -> None:
+        """On a stream that is not the current one it runs when somebody waits for that."""
+        if stream is not None:
+            stream.append(lambda: self(arguments, blocks))
+            return
         self.launches += 1
         if isinstance(arguments, ShareArguments):
             assert blocks is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from ecornn.backends import (
+    pair_choice,
+    pair_kernels,
     persistent,
     persistent_calls,
     persistent_gradients,
+    persistent_pair,
     persistent_plain,
 )
 from ecornn.backends.protocol import LayerCall
@@ -29,6 +32,24 @@ from support.emulated import EmulatedLauncher
 
 HOPPER = Chip(132, 232448, ((2, 66), (4, 30), (8, 15), (16, 7)))
 STEPS, BATCH, INPUT = 11, 4, 5
+
+
+class LateFork:
+    """Stands in for `Fork`: the stream beside the current one does nothing before it is waited for,
+    as late as a GPU may."""
+
+    def __init__(self, device: int | None) -> None:
+        self.stream: list[Callable[[], None]] = []
+
+    def side_waits(self) -> None: ...
+
+    def main_waits(self) -> None:
+        for launch in self.stream:
+            launch()
+        self.stream.clear()
+
+    def close(self) -> None:
+        self.main_waits()
 
 
 class Machine:
@@ -81,6 +102,14 @@ class Machine:
         monkeypatch.setattr(persistent_gradients, "gradient_launcher", self.gradient_launcher)
         monkeypatch.setattr(persistent_plain, "failure_flag", NoFailure)
         monkeypatch.setattr(persistent_plain, "share_launcher", self.share_launcher)
+        monkeypatch.setattr(persistent_pair, "failure_flag", NoFailure)
+        monkeypatch.setattr(persistent_pair, "Fork", LateFork)
+        monkeypatch.setattr(pair_kernels, "share_launcher", self.share_launcher)
+        for name in ("geometry", "launcher"):
+            monkeypatch.setattr(pair_choice, name, getattr(self, name))
+        monkeypatch.setattr(pair_choice, "chip", lambda device: HOPPER)
+        monkeypatch.setattr(pair_choice, "prepare_sides", lambda device: None)
+        pair_choice._shared.cache_clear()
 
 
 def make_call(

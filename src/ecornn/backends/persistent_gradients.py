@@ -1,13 +1,17 @@
-"""All gradients of a small layer of one direction from those of its gates, by one launch."""
+"""All gradients of a layer of one direction from those of its gates: of a small one by one launch,
+of others by torch's products."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from ecornn.backends.persistent_calls import column_sums, matching_products
+from ecornn.backends.zeros import is_zero_state
 from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.persistent.gradients import (
     GradientArguments,
@@ -65,3 +69,68 @@ class AtOnce:
         )
         self._launch(GradientArguments.from_buffer_copy(packed), self._blocks[needs_input])
         return d_input, d_weights
+
+
+class GateGradients:
+    """The same for layers of any size, by whichever is the better way."""
+
+    def __init__(self, cell: str, x_TBI: Tensor, hidden: int) -> None:
+        self.at_once = AtOnce.serves(cell, x_TBI, hidden)
+        self._at_once = AtOnce(cell, x_TBI, hidden) if self.at_once else None
+        self._gru, self._hidden = cell == "gru", hidden
+        self._wide = x_TBI.dtype == torch.float32
+        self._batch, self._inputs = x_TBI.shape[1:]
+
+    def __call__(
+        self,
+        d_gates: Tensor,
+        x: Tensor,
+        h0: Tensor,
+        weights: Sequence[Tensor],
+        output: Tensor,
+        *,
+        needs_input: bool,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        given = (d_gates, x, h0, weights, output)
+        if self._at_once is not None:
+            return self._at_once(*given, needs_input=needs_input)
+        with matching_products() if self._wide else nullcontext():
+            return self._products(*given, needs_input)
+
+    def to_input(self, d_gates: Tensor) -> Tensor:
+        """Those that the input's share of the gates has; a GRU's candidate has another for h."""
+        return d_gates[:, self._hidden :] if self._gru else d_gates
+
+    def _products(
+        self,
+        d_gates: Tensor,
+        x: Tensor,
+        h0: Tensor,
+        weights: Sequence[Tensor],
+        output: Tensor,
+        needs_input: bool,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        hidden, batch, rows = self._hidden, self._batch, d_gates.shape[0]
+        to_input = self.to_input(d_gates)
+        to_state = d_gates[:, : 3 * hidden] if self._gru else d_gates
+        d_input = torch.mm(to_input, weights[0]).view(x.shape) if needs_input else None
+        d_w_ih = torch.mm(to_input.t(), x.view(rows, self._inputs))
+        states, across = output.view(rows, hidden), to_state.t()
+        if is_zero_state(h0):  # the first step adds nothing
+            d_w_hh = torch.mm(across[:, batch:], states[: rows - batch])
+        else:
+            entered = torch.cat([h0.view(batch, hidden), states[: rows - batch]])
+            d_w_hh = torch.mm(across, entered)
+        if len(weights) == 2:
+            return d_input, [d_w_ih, self._in_order(d_w_hh)]
+        # two rows, since b_ih and b_hh must not share memory
+        d_b_ih, d_b_hh = column_sums(d_gates).to(d_gates.dtype)
+        if self._gru:
+            d_b_ih, d_b_hh = d_b_ih[hidden:], self._in_order(d_b_hh[: 3 * hidden])
+        return d_input, [d_w_ih, self._in_order(d_w_hh), d_b_ih, d_b_hh]
+
+    def _in_order(self, found: Tensor) -> Tensor:
+        """A GRU's back from (n, r, z)."""
+        if not self._gru:
+            return found
+        return torch.cat([found[self._hidden :], found[: self._hidden]])

@@ -23,7 +23,6 @@ from ecornn.backends.persistent_calls import (
     Launch,
     Piece,
     check_weights,
-    column_sums,
     launches,
     marked,
     matching_products,
@@ -31,9 +30,8 @@ from ecornn.backends.persistent_calls import (
     through_l2,
 )
 from ecornn.backends.persistent_forward import forward_pieces
-from ecornn.backends.persistent_gradients import AtOnce
+from ecornn.backends.persistent_gradients import GateGradients
 from ecornn.backends.protocol import LayerCall
-from ecornn.backends.zeros import is_zero_state
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.device import failure_flag, numbers_of
 from ecornn.kernels.persistent.launch import Launcher
@@ -125,8 +123,8 @@ class PlainLayer:
 
     def _prepare_backward(self, call: LayerCall) -> bool:
         every = launches("backward", call)
-        x, small = call.input_TBI, AtOnce.serves(self.cell, call.input_TBI, self.hidden)
-        if len(every) > 1 or (self.cell == "gru" and not small):
+        gradients = GateGradients(self.cell, call.input_TBI, self.hidden)
+        if len(every) > 1 or (self.cell == "gru" and not gradients.at_once):
             return False
         self._backward = every[0].launcher
         self._d_gates_marked = through_l2(every)
@@ -134,7 +132,7 @@ class PlainLayer:
         self._d_gates_shape = (self.rows, stored * self.hidden)
         whole = Piece(0, self.steps, self.steps)
         self._backward_sizes = self._sizes(every[0], self._d_gates_shape[1], whole)
-        self._gradients = AtOnce(self.cell, x, self.hidden) if small else None
+        self._gradients = gradients
         return True
 
     def fits(
@@ -275,41 +273,11 @@ class PlainLayer:
             # beyond the ends the gates' gradients are zeros, and 0 · NaN would reach the weights
             beyond_TB = torch.arange(self.steps, device=x.device).unsqueeze(1) >= lengths
             x = x.masked_fill(beyond_TB.unsqueeze(-1), 0.0)
-        if self._gradients is not None:
-            given = (d_gates, x, h0, weights, output)
-            d_input, d_weights = self._gradients(*given, needs_input=needs_input)
-        elif self.dtype == torch.float32:
-            with matching_products():
-                d_input, d_weights = self._products(d_gates, x, h0, weights, output, needs_input)
-        else:
-            d_input, d_weights = self._products(d_gates, x, h0, weights, output, needs_input)
+        given = (d_gates, x, h0, weights, output)
+        d_input, d_weights = self._gradients(*given, needs_input=needs_input)
         return PlainGrads(
             d_input, d_h0 if needs_states else None, d_c0 if needs_states else None, d_weights
         )
-
-    def _products(
-        self,
-        d_gates: Tensor,
-        x: Tensor,
-        h0: Tensor,
-        weights: tuple[Tensor, ...],
-        output: Tensor,
-        needs_input: bool,
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """The same by torch's products, for layers that are not small; not a GRU's."""
-        d_input = torch.mm(d_gates, weights[0]).view(x.shape) if needs_input else None
-        across, batch = d_gates.t(), self.batch
-        d_w_ih = torch.mm(across, x.view(self.rows, self.inputs))
-        states = output.view(self.rows, self.hidden)
-        if is_zero_state(h0):  # the first step adds nothing
-            d_w_hh = torch.mm(across[:, batch:], states[: self.rows - batch])
-        else:
-            entered = torch.cat([h0.view(batch, self.hidden), states[: self.rows - batch]])
-            d_w_hh = torch.mm(across, entered)
-        if len(weights) == 2:
-            return d_input, [d_w_ih, d_w_hh]
-        d_biases = column_sums(d_gates).to(self.dtype)
-        return d_input, [d_w_ih, d_w_hh, d_biases[0], d_biases[1]]
 
 
 def _carried(h0: Tensor, c0: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,7 @@ from ecornn.nn.stack import (
     StackCall,
     StackResult,
     drop,
+    explained,
     is_brief,
     is_long,
     is_roomy,
@@ -203,7 +204,8 @@ class RecurrentLayer(Traceable, torch.nn.RNNBase):
         """The plan that a call with these arguments would run by; print it. Runs nothing."""
         given: dict[str, Any] = {"lengths": None, "after_end": "zeros", "resets": None}
         given |= {"reset_to": "zero", "return_cell_states": False} | kwargs
-        return self._read(input, hx, **given).plan
+        read = self._read(input, hx, **given)
+        return explained(read.stack, read.plan)
 
     def _read(
         self,

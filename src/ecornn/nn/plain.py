@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from ecornn.backends.aten_network import NetworkCall
 from ecornn.backends.zeros import zero_state
 from ecornn.kernels.persistent.device import numbers_of, unavailable
+from ecornn.nn.overlapped import StackRoute
 from ecornn.nn.stack import (
     StackCall,
     arguments_of,
@@ -29,6 +30,7 @@ from ecornn.nn.stack import (
     plan_from,
     run_stack,
     run_whole,
+    short_way,
     watched,
 )
 from ecornn.ops.checks import check_lengths_within
@@ -44,7 +46,7 @@ _DEVICES = ("cpu", "cuda")
 #: The whole call by torch's kernels.
 _WHOLE = "whole"
 #: Sizes of calls met so far, and how they run; None where the short way does not serve them.
-_ROUTES: dict[tuple[Any, ...], PlainRoute | str | None] = {}
+_ROUTES: dict[tuple[Any, ...], PlainRoute | StackRoute | str | None] = {}
 #: Beyond this many sizes all are forgotten: each takes microseconds to find again.
 MOST_ROUTES = 4096
 
@@ -110,10 +112,15 @@ def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor,
 def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
     x = call.input_TBI
     captured, alone = torch.cuda.is_current_stream_capturing(), _is_alone(layer, call)
+    stacked = not alone and _is_stacked(layer, call)
     key = _key(layer, call, captured, False)
-    route = _ROUTES.get(key) if alone else None
+    route = _ROUTES.get(key) if alone or stacked else None
     if route == _WHOLE:
         return run_whole(call)
+    if isinstance(route, StackRoute):
+        tensors = (call.h0, call.c0, call.weights)
+        if route.fits(*tensors):
+            return route.run(x, *tensors, needs_grad=call.needs_grad)
     if isinstance(route, PlainRoute) and _fits(route, call):
         return _run_route(route, call)
     plan = _plan(layer, call, captured, False)
@@ -129,6 +136,8 @@ def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tenso
         # at once: a checkpoint that runs the first call again must find the same tensors kept
         if found is not None and _fits(found, call):
             return _run_route(found, call)
+    if stacked and not captured and (way := short_way(stack, plan)) is not None:
+        _remember(key, way)
     output, h_n, c_n, _ = run_stack(stack, plan)
     return output, h_n, c_n
 
@@ -179,14 +188,20 @@ def _is_alone(layer: RecurrentLayer, call: NetworkCall) -> bool:
     return not several and not watched(call.input_TBI)
 
 
+def _is_stacked(layer: RecurrentLayer, call: NetworkCall) -> bool:
+    """Several layers of one direction with nothing between them, which nobody watches."""
+    several = call.layers > 1 and not call.bidirectional
+    return several and not layer.proj_size and call.dropout == 0 and not watched(call.input_TBI)
+
+
 def _key(
     layer: RecurrentLayer, call: NetworkCall, captured: bool, lengths: bool
 ) -> tuple[Any, ...]:
-    """All that decides about a call of one layer and direction; see `PlainRoute`."""
+    """All that decides about a call of one direction; see `PlainRoute` and `StackRoute`."""
     x, made = call.input_TBI, layer._made
     return (
         *(made.cell, made.layout, layer.input_size, layer.hidden_size, x.shape, x.dtype),
-        *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured, lengths),
+        *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured, lengths, call.layers),
     )
 
 
@@ -216,7 +231,7 @@ def _stack(layer: RecurrentLayer, call: NetworkCall, lengths: Tensor | None) -> 
     )
 
 
-def _remember(key: tuple[Any, ...], route: PlainRoute | str | None) -> None:
+def _remember(key: tuple[Any, ...], route: PlainRoute | StackRoute | str | None) -> None:
     if len(_ROUTES) >= MOST_ROUTES:
         _ROUTES.clear()
     _ROUTES[key] = route

@@ -7,6 +7,7 @@ H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ecornn.backends.reference import define
 from ecornn.errors import NotDifferentiableTwice
 from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.reference.problem import working_dtype
+from ecornn.nn.overlapped import StackRoute, stack_route
 from ecornn.ops.direct import run_directly
 from ecornn.ops.native import (
     cudnn_differentiable_again,
@@ -83,6 +85,9 @@ def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
     if plan.scope == "network":
         return StackResult(*run_whole(_whole(call, plan.spec.needs_grad)), None)
     x = call.input_TBI
+    if (route := short_way(call, plan)) is not None:
+        tensors = (x, call.h0, call.c0, call.weights)
+        return StackResult(*route.run(*tensors, needs_grad=plan.spec.needs_grad), None)
     h_n: list[Tensor] = []
     c_n: list[Tensor] = []
     cells: Tensor | None = None
@@ -99,6 +104,21 @@ def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
         None if call.c0 is None else c_n[0] if len(c_n) == 1 else torch.cat(c_n),
         cells if call.cell_states else None,
     )
+
+
+def short_way(call: StackCall, plan: ExecutionPlan) -> StackRoute | None:
+    """How the layers of this call run, arranged before, perhaps two at the same time."""
+    if call.layers == 1 or plan.scope != "direct" or watched(call.input_TBI):
+        return None
+    found = stack_route(call, plan)
+    return found if found.fits(call.h0, call.c0, call.weights) else None
+
+
+def explained(call: StackCall, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan, and whether the layers of this very call run at the same time."""
+    if call.layers == 1 or plan.backend != "persistent" or plan.scope != "direct":
+        return plan
+    return replace(plan, notes=stack_route(call, plan).told)
 
 
 def drop(x_TBF: Tensor, probability: float, *, one_mask_a_sequence: bool) -> Tensor:

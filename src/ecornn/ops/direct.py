@@ -61,10 +61,10 @@ class _Recurrence(torch.autograd.Function):
             return (None,) * (1 + _WEIGHTS + n)
         result = LayerResult(output, h0, None, cells if ctx.cells_exist else None, kept)
         call = (x, h0, c0, weights, *more, *ctx.constants)
-        return (None, *_gradients(call, result, grads, needs_input=ctx.needs_input_grad[1]))
+        return (None, *layer_gradients(call, result, grads, needs_input=ctx.needs_input_grad[1]))
 
 
-def _gradients(
+def layer_gradients(
     arguments: tuple[Any, ...], result: LayerResult, grads: tuple[Any, ...], *, needs_input: bool
 ) -> tuple[Tensor | None, ...]:
     """Of the input, the states and each weight; those that can be differentiated where that will be
@@ -87,6 +87,7 @@ class PlainRoute(NamedTuple):
 
     layer: PlainLayer
     constants: tuple[Any, ...]
+    layers: int = 1
 
 
 def plain_route(arguments: tuple[Any, ...]) -> PlainRoute | None:
@@ -131,7 +132,7 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, h0, c0, lengths, output, cells, kept, *weights = ctx.saved_tensors
-        layer, constants = ctx.route
+        layer, constants, _ = ctx.route
         needed = ctx.needs_input_grad
         if all(grad is None for grad in grads):
             return (None,) * len(needed)
@@ -152,7 +153,7 @@ class _Plain(torch.autograd.Function):
         gates = [] if kept is None else [kept.view(layer.steps, layer.batch, -1)]
         result = LayerResult(output, h0, None, cells, gates)
         arguments = (x, h0, c0, weights, None, lengths, None, None, *constants)
-        d_x, d_h0, d_c0, *d_weights = _gradients(
+        d_x, d_h0, d_c0, *d_weights = layer_gradients(
             arguments, result, (*grads, None), needs_input=needed[1]
         )
         return (None, d_x, d_h0, d_c0, None, *d_weights)

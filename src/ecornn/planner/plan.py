@@ -21,6 +21,8 @@ class ExecutionPlan:
     scope: str
     reason: str
     rejections: tuple[Rejection, ...] = ()
+    #: What else is to be said of one call.
+    notes: tuple[str, ...] = ()
 
     def explain(self) -> str:
         spec = self.spec
@@ -41,6 +43,7 @@ class ExecutionPlan:
             f"  for the backward pass: {kept}",
         ]
         lines += [f"  {detail}" for detail in by_name(self.backend).details(spec)]
+        lines += [f"  {note}" for note in self.notes]
         lines += [f"  refused: {rejection}" for rejection in self.rejections]
         return "\n".join(lines)
 

@@ -123,7 +123,11 @@ class OnCpu:
         self.geometry, self.missing, self.failed = geometry, missing, 0
         self._run = built(geometry.tile, folder)
 
-    def __call__(self, arguments: Any) -> None:
+    def __call__(self, arguments: Any, stream: Any = None) -> None:
+        """On a stream that is not the current one it runs when somebody waits for that."""
+        if stream is not None:
+            stream.append(lambda: self(arguments))
+            return
         geometry, tile = self.geometry, self.geometry.tile
         steps = arguments.total if tile.kernel == "forward" else arguments.steps
         row = tile.inner * round_up(arguments.hidden, tile.vector)

@@ -35,6 +35,15 @@ class Chip:
     #: How many clusters of a size run at once; empty where there are none.
     clusters: tuple[tuple[int, int], ...] = ()
 
+    def shared_by(self, kernels: int) -> Chip:
+        """What each of so many kernels has that run at once."""
+        clusters = ((size, count // kernels) for size, count in self.clusters)
+        return Chip(
+            self.multiprocessors // kernels,
+            self.shared_bytes,
+            tuple((size, count) for size, count in clusters if count > 0),
+        )
+
 
 @dataclass(frozen=True)
 class Request:
@@ -45,6 +54,8 @@ class Request:
     batch: int
     directions: int = 1
     features: bool = False
+    #: How many such kernels run at once, each on its part of the chip.
+    share: int = 1
 
 
 #: Tiles that were the fastest of many on an H200, one for each request that was measured.
@@ -53,6 +64,7 @@ TUNED = Path(__file__).with_name("tuned.json")
 
 def ranked(ask: Request, chip: Chip) -> list[Geometry]:
     """Every way to serve a request, best first; empty where nothing fits."""
+    chip = chip.shared_by(ask.share)
     found = sorted(candidates(ask, chip), key=lambda g: estimate(g, ask.hidden))
     if (known := measured(ask)) is not None and _serves(known, ask, chip):
         found = [known, *(g for g in found if g != known)]
@@ -65,13 +77,31 @@ def _serves(geometry: Geometry, ask: Request, chip: Chip) -> bool:
     lengths or resets, or on another chip, it may by some bytes."""
     tile = geometry.tile
     clusters = dict(((1, chip.multiprocessors), *chip.clusters)).get(tile.cluster, 0)
-    needed = geometry.all_blocks if tile.grid else tile.cluster
+    needed = blocks_needed(geometry, ask.share)
     room = tile.shared_bytes <= chip.shared_bytes and clusters * tile.cluster >= needed
     return room and geometry.covers(ask.hidden, ask.batch)
 
 
+def blocks_needed(geometry: Geometry, share: int = 1) -> int:
+    """Blocks that must run at once: those that wait for each other; of a kernel that shares the
+    chip all, since what does not fit beside the others would run after them."""
+    whole = geometry.tile.grid or share > 1
+    return geometry.all_blocks if whole else geometry.tile.cluster
+
+
+def step_microseconds(geometry: Geometry, ask: Request) -> float:
+    """What a step takes: as it was measured, or by the model, which is corrected by what the
+    fastest tile of such a request took where that was measured."""
+    entry, known = _table().get(_key(asdict(ask))), measured(ask)
+    guess = estimate(geometry, ask.hidden)
+    if entry is None or known is None:
+        return guess
+    took = float(entry["microseconds"])
+    return took if known == geometry else max(took, guess * took / estimate(known, ask.hidden))
+
+
 def measured(ask: Request) -> Geometry | None:
-    """The tile that was the fastest when this request was measured."""
+    """The tile that was the fastest when this request was measured, with the chip to itself."""
     entry = _table().get(_key(asdict(ask)))
     if entry is None:
         return None

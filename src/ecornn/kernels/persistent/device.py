@@ -9,7 +9,7 @@ import torch
 
 from ecornn.errors import KernelGaveUp
 from ecornn.kernels.jit import compiler_unavailable
-from ecornn.kernels.persistent.choose import Chip, Request, ranked
+from ecornn.kernels.persistent.choose import Chip, Request, blocks_needed, ranked
 from ecornn.kernels.persistent.gradients import gradient_launcher
 from ecornn.kernels.persistent.launch import architecture, kernel, make_context_current
 from ecornn.kernels.persistent.shares import share_launcher
@@ -75,9 +75,8 @@ def _find_geometry(ask: Request, device: int) -> Geometry | None:
     with torch.cuda.device(device):
         make_context_current(device)
         for found in ranked(ask, chip(device))[:TRIES]:
-            tile = found.tile
-            needed = found.all_blocks if tile.grid else tile.cluster
-            if kernel(tile, architecture(device)).blocks_at_once() >= needed:
+            needed = ask.share * blocks_needed(found, ask.share)
+            if kernel(found.tile, architecture(device)).blocks_at_once() >= needed:
                 # what goes with it, so that a capture finds it loaded
                 if ask.kernel == "backward":
                     gradient_launcher(ask.cell, ask.numbers, device)

@@ -159,12 +159,16 @@ class Launcher:
         self._handle = int(self._kernel.handle)
         self._launch = _launch_function()
 
-    def __call__(self, arguments: ctypes.Structure, blocks: int | None = None) -> None:
-        """`blocks`: in place of those of the geometry."""
+    def __call__(
+        self, arguments: ctypes.Structure, blocks: int | None = None, stream: int | None = None
+    ) -> None:
+        """`blocks`: in place of those of the geometry; `stream`: in place of torch's current."""
         config = _Config.from_buffer_copy(self._config)  # each thread its own
         if blocks is not None:
             config.grid_x = blocks
-        config.stream = torch._C._cuda_getCurrentRawStream(self.device)
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+        config.stream = stream
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         launch = (ctypes.addressof(config), self._handle, ctypes.addressof(pointers), 0)
         code = self._launch(*launch)

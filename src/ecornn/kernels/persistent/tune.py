@@ -134,7 +134,8 @@ def tune(asks: Sequence[Request], device: int, count: int) -> list[dict[str, Any
 
 def entry(ask: Request, geometry: Geometry, microseconds: float) -> dict[str, Any]:
     request = asdict(ask)
-    del request["features"]  # cost nothing that a tile depends on
+    for name in ("features", "share"):  # cost nothing that a tile depends on, and is always one
+        del request[name]
     tile = asdict(geometry.tile)
     for name in ("kernel", "cell", "numbers", "features", "ragged"):
         del tile[name]
