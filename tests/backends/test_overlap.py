@@ -154,10 +154,10 @@ def test_two_at_once_where_it_is_worth_it() -> None:
     found = decide([timing()], 256, called=False)
     assert found.pays
     # one count is better than its neighbours
-    times = [overlapped(timing(), 256, n, called=False) for n in range(1, MOST_PIECES + 2)]
+    times = [overlapped(timing(), 256, n) for n in range(1, MOST_PIECES + 2)]
     assert found.microseconds == min(times[1:MOST_PIECES])
-    assert found.one_by_one == one_by_one(timing(), 256, called=False) == 2 * (256 + 10)
-    assert overlapped(timing(), 256, 2, called=False) == 3 * (128 + 10)
+    assert found.one_by_one == one_by_one(timing(), 256) == 2 * (256 + 10)
+    assert overlapped(timing(), 256, 2) == 3 * (128 + 10)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,20 @@ def test_each_pass_is_decided_by_itself() -> None:
 
 
 def test_a_call_takes_fewer_pieces_than_a_graph_where_the_host_is_behind() -> None:
-    quick = timing(step=0.4, launch=2.0)
+    quick = timing(step=0.6, launch=2.0)
     assert decide([quick], 256, called=True).pieces < decide([quick], 256, called=False).pieces
+    # a training step of small layers is the host's; one of large layers is not
+    assert decide([quick, quick], 256, called=True).pieces == (1, 1)
+    slow = timing(step=3.0)
+    assert min(decide([slow, slow], 256, called=True).pieces) > 1
+
+
+def test_more_is_asked_of_a_tile_that_was_not_measured() -> None:
+    known = timing(shared=1.25)
+    other = known._replace(same_tile=False)
+    assert decide([known], 256, called=False).pays
+    assert not decide([other], 256, called=False).pays
+    assert decide([timing()._replace(same_tile=False)], 256, called=False).pays
 
 
 def test_in_turns_two_pieces_are_half_of_time_or_less() -> None:

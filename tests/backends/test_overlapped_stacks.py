@@ -376,13 +376,13 @@ def test_a_stack_explains_itself(on_gpu: Machine, monkeypatch: pytest.MonkeyPatc
         return "\n".join(notes)
 
     text = notes(made("LSTM"))
-    assert "two layers run at once, in 4 pieces of time forwards" in text
+    assert "two layers run at once, in 2 pieces of time forwards" in text
     assert "each by forward lstm" in text
     assert "dropout" in notes(made("LSTM"), dropout=0.1)
     assert "both directions" in notes(made("LSTM", bidirectional=True))
     monkeypatch.setattr(overlapped, "_FOUND", {})
     monkeypatch.setattr(overlap, "WORTH", 0.1)
-    assert "would not save 90 %" in notes(made("LSTM"))
+    assert "would not save enough" in notes(made("LSTM"))
     on_gpu.most_batch = 1
     monkeypatch.setattr(overlapped, "_FOUND", {})
     assert "do not fit" in notes(made("LSTM"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,3 +168,20 @@ def test_a_variant_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(jit, "build", lambda _: no_build())
     assert compiled(variant) == code
     assert [file.suffix for file in (tmp_path / "kernels").iterdir()] == [".cubin"]
+
+
+@needs_compiler
+def test_two_threads_may_be_the_first_to_compile() -> None:
+    """cuda-core's names are not all there while another thread imports it."""
+    program = """
+from concurrent.futures import ThreadPoolExecutor
+from ecornn.kernels.jit import Variant, build
+from ecornn.kernels.losses import CrossEntropyTile
+variant = CrossEntropyTile().variant("sm_80")
+with ThreadPoolExecutor(8) as pool:
+    print(len({*pool.map(lambda _: build(variant), range(8))}) >= 1)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.strip() == "True", ran.stderr

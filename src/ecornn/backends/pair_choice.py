@@ -104,4 +104,5 @@ def _timing(whole: Geometry, half: Geometry, alone: Request) -> Timing:
         launch_estimate(whole),
         step_microseconds(half, alone),
         launch_estimate(half),
+        same_tile=half.tile == whole.tile,
     )

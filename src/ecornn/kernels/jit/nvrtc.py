@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from threading import Lock
 from typing import Any
 
 from ecornn.errors import EcornnError
 from ecornn.kernels.jit.key import SOURCES, Variant
 
 STANDARD = "c++17"
+#: Imported by two threads at once, cuda-core shows one of them a package without its names.
+_IMPORTING = Lock()
 
 
 class CompileError(EcornnError, RuntimeError):
@@ -33,7 +36,8 @@ def compiler_version() -> str:
 
 def build(variant: Variant) -> bytes:
     """The variant's cubin."""
-    from cuda.core import Program, ProgramOptions
+    with _IMPORTING:
+        from cuda.core import Program, ProgramOptions
 
     code = (SOURCES / variant.source).read_text()
     options = ProgramOptions(
