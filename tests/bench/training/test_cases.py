@@ -25,7 +25,7 @@ def test_names_and_sizes_are_told() -> None:
     assert str(make_case("gpt2", "check", tiny=True)) == "gpt2, B=2, checked, tiny"
     assert len({str(case) for case in EVERY}) == len(EVERY)
     assert [case.name for case in make_cases((), ["step"])] == list(NAMED)
-    assert [str(case) for case in make_cases((), ["plan"])] == ["nmt-70, B=128, planned"]
+    assert [str(case) for case in make_cases((), ["plan"])] == ["nmt-100, B=128, planned"]
 
 
 def test_cases_are_chosen_by_their_fields() -> None:
