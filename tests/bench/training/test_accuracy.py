@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -8,12 +10,16 @@ from torch import Tensor
 
 from ecornn.bench.models.step import make_step
 from ecornn.bench.training.accuracy import (
+    BOUNDS,
     SMALL,
     Passes,
+    TracedBatchNorm,
+    bound,
     compare,
     compare_with_eager,
     difference,
     has_draws,
+    make_comparable,
     take_passes,
 )
 
@@ -97,3 +103,32 @@ def test_models_that_draw_are_known() -> None:
         for name in ("nmt", "speech", "lstm-lm", "gpt2", "transformer", "resnet50")
     }
     assert [name for name, drawn in draws.items() if not drawn] == ["speech", "resnet50"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_traced_batch_norm_is_a_batch_norm(training: bool) -> None:
+    one = torch.nn.BatchNorm2d(3).train(training)
+    one.weight.data.normal_()
+    other = copy.deepcopy(one)
+    x = torch.randn(4, 3, 5, 5)
+    results = []
+    for layer, mode in ((one, nullcontext()), (other, TracedBatchNorm())):
+        given = x.clone().requires_grad_()
+        with mode:
+            y = layer(given)
+        y.square().sum().backward()
+        results.append((y, given.grad, layer.weight.grad, *layer.buffers()))
+    assert "NativeBatchNorm" in type(results[1][0].grad_fn).__name__
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_model_is_compared_in_its_own_numbers() -> None:
+    step = make_step("resnet50", size="tiny", device="cpu")
+    assert step.autocast
+    make_comparable(step)
+    assert not step.autocast
+    assert {p.dtype for p in step.model.parameters()} == {torch.float64}
+    assert [t.dtype for t in step.batch] == [torch.float64, torch.int64]
+    assert bound(step) == BOUNDS["float64"] < BOUNDS["ieee"]
+    assert torch.isfinite(step.passes())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,11 +100,17 @@ def test_a_peak_that_is_not_foretold_says_why() -> None:
     assert predicted_peak(step) == "no graph was compiled"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "nmt-50"])
+@pytest.mark.parametrize("name", ["gpt2", "nmt-50", "resnet50"])
 def test_echo_s_gradients_are_eager_s_to_the_bit(name: str) -> None:
     metrics = measured(make_case(name, "check", tiny=True), ECHO_EAGER).metrics
     assert (metrics["error"], metrics["state_error"], metrics["bitwise"]) == (0, 0, 1)
     assert "failed" not in metrics
+
+
+def test_a_budget_that_cannot_be_met_is_no_failure() -> None:
+    starved = replace(ECHO_EAGER, memory=0.01)
+    with pytest.raises(NotMeasurable, match=r"refused: .* memory: got fraction 0.01.*KiB"):
+        measured(make_case("gpt2", "step", tiny=True), starved)
 
 
 def test_a_wrong_gradient_of_ours_has_failed_and_of_others_is_told() -> None:

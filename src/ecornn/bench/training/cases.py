@@ -15,7 +15,7 @@ from ecornn.errors import InvalidInput
 #: "check"  loss, gradients and buffers against eager's, at equal seeds
 #: "plan"   how long Echo plans a large graph, and how near its plans of small ones are to the best
 PARTS = ("step", "batch", "check", "plan")
-#: Steps of the unrolled decoder, which make a joint graph of more than 15,000 nodes; of the tiny one.
+#: Steps of the unrolled decoder, for a joint graph of more than 15,000 nodes; of the tiny one.
 PLANNED = 100, 4
 #: What the profiler says of a step, of a batch and of a limit of memory; of another benchmark.
 PROFILED = "profile"

@@ -13,7 +13,13 @@ from ecornn.bench.calls import capture
 from ecornn.bench.models.step import Step
 from ecornn.bench.models.tasks import task_named
 from ecornn.bench.timing import clock_for, garbage_collected_before, summarize
-from ecornn.bench.training.accuracy import bound, compare_with_eager, has_draws, ieee
+from ecornn.bench.training.accuracy import (
+    bound,
+    compare_with_eager,
+    has_draws,
+    ieee,
+    make_comparable,
+)
 from ecornn.bench.training.build import NotMeasurable, build
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import EAGER, Contender
@@ -29,6 +35,7 @@ from ecornn.bench.training.memory import (
 )
 from ecornn.bench.training.planning import Joint, beside_the_best, planned, unrolled_decoder
 from ecornn.echo.plan.milp import SolverMissing
+from ecornn.errors import InvalidInput
 
 WARM_UP_STEPS = 3
 SEED = 11
@@ -71,9 +78,7 @@ class Measurement:
             return
         self.step = build(self.contender, self.case, self.device.type)
         if self.case.part == "check":
-            # Under autocast torch's tracing alone already rounds elsewhere than eager: no bit of
-            # a difference could be laid to whom it is due.
-            self.step.autocast = False
+            make_comparable(self.step)
             with ieee(self.device):
                 self._first_steps()
                 self._compare()
@@ -122,7 +127,13 @@ class Measurement:
         assert step is not None
         wait(self.device)
         start = time.perf_counter()
-        step()
+        try:
+            step()
+        except InvalidInput as error:
+            if not isinstance(self.contender.memory, float):
+                raise
+            # as it should be, where less was asked for than is possible
+            raise NotMeasurable(f"refused: {first_line(error)}") from error
         self.run = self._captured(step) if self.contender.graph else step
         wait(self.device)
         self.metrics["setup_s"] = time.perf_counter() - start
@@ -154,18 +165,25 @@ class Measurement:
     def _compare(self) -> None:
         step = self.step
         assert step is not None
-        eager = build(EAGER, self.case, self.device.type)
+        checked = self.case.part == "check"
+        traced = checked and self.contender.kind in ("compile", "echo")
         passes = self.run if self.contender.graph else None
-        found = compare_with_eager(step, eager, SEED, passes)
+        eager = self._eager()
+        found = compare_with_eager(step, eager, SEED, passes, as_traced=traced)
         self.metrics |= found.metrics()
-        if self.case.part == "check" and not found.bitwise:
-            twin = build(EAGER, self.case, self.device.type)
-            again = compare_with_eager(eager, twin, SEED)
+        if checked and not found.bitwise:
+            again = compare_with_eager(eager, self._eager(), SEED, as_traced=traced)
             self.metrics["eager_repeats"] = int(again.bitwise)
         if found.error > bound(step):
             said = f"{found.where}: relative error {found.error:.1e}, allowed {bound(step):g}"
             self.metrics["failed" if self.contender.is_ours else "wrong"] = said
         eager.clear()
+
+    def _eager(self) -> Step:
+        step = build(EAGER, self.case, self.device.type)
+        if self.case.part == "check":
+            make_comparable(step)
+        return step
 
     def _find_batch(self) -> None:
         start = task_named(self.case.model).size(self.case.size).batch
