@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ecornn.bench.accuracy import Verdict, bound, check, references, worse
+from ecornn.bench.ahead import build_ahead
 from ecornn.bench.calls import Call, Replay, make_call
 from ecornn.bench.cases import Case
 from ecornn.bench.contenders import FLOOR_FORM, Contender, contenders_for
@@ -64,6 +65,7 @@ def run_cases(
     cases: Sequence[Case], device: torch.device, effort: Effort, console: Console, take: Receiver
 ) -> None:
     """Measure all contenders of each case, under a progress bar."""
+    build_ahead(cases, device, console)
     generator = torch.Generator(device)
     generator.seed()
     columns = (
