@@ -201,7 +201,7 @@ PLAN: Where = {"part": ("plan",), "size": ("full",)}
 
 OURS = ("echo", "echo memory=min")
 #: Whoever of ours is as quick as an option of torch's may stand beside it.
-BESIDE_OPTIONS = (*OURS, "echo memory=0.5")
+BESIDE_OPTIONS = (*OURS, "echo memory=0.5", "echo memory=0.6")
 OPTIONS = ("torch.compile", "budget=0.5", "budget=0.1", "aggressive")
 
 
