@@ -19,7 +19,7 @@ from ecornn.errors import InvalidInput
 from ecornn.kernels.persistent import gradients, shares
 from ecornn.kernels.persistent.arguments import ForwardArguments
 from ecornn.kernels.persistent.choose import Request
-from ecornn.nn import overlapped, plain
+from ecornn.nn import base, overlapped, plain
 from ecornn.nn.stack import explained
 from ecornn.ops import pair
 from support.emulated import EmulatedLauncher
@@ -175,6 +175,16 @@ def test_layers_apart_go_a_short_way_too(
 def test_layers_are_taken_two_by_two(layers: int, taken: list[int]) -> None:
     assert_like_torch(made("LSTM", layers))
     assert len(taken) == layers // 2
+
+
+def test_what_is_asked_for_ends_that_are_not_there(
+    taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "plan_from", plain.plan_from)
+    layer, x = made("LSTM", 3), drawn(made("LSTM"))[0]
+    found = layer(x, after_end="frozen")[0]
+    assert len(taken) == 1
+    assert torch.equal(found, layer(x)[0])
 
 
 @pytest.mark.parametrize("used", [slice(0, 1), slice(1, 2), slice(2, 3)], ids=["y", "h", "c"])
