@@ -310,11 +310,21 @@ def test_a_checkpoint_of_a_size_that_is_new(use_reentrant: bool, taken: list[int
 
 @pytest.mark.parametrize("name", ["weight_ih_l1", "weight_hh_l1", "bias_hh_l1"])
 @pytest.mark.parametrize("known", [False, True])
-def test_weights_that_do_not_belong_are_refused(name: str, known: bool, taken: list[int]) -> None:
+@pytest.mark.parametrize("wrong", ["rows", "across", "kind", "device"])
+def test_weights_that_do_not_belong_are_refused(
+    name: str, wrong: str, known: bool, taken: list[int]
+) -> None:
     layer, x = made("LSTM"), drawn(made("LSTM"))[0]
     if known:
         copy.deepcopy(layer)(x)
-    setattr(layer, name, nn.Parameter(getattr(layer, name).data[:-8].clone()))
+    weight = getattr(layer, name).data
+    changed = {
+        "rows": weight[:-8].clone(),
+        "across": weight.view(*reversed(weight.shape[1:]), 2, -1),
+        "kind": weight.to(torch.int32),
+        "device": weight.to("meta"),
+    }[wrong]
+    setattr(layer, name, nn.Parameter(changed, requires_grad=wrong != "kind"))
     short = name.replace("weight", "w").replace("bias", "b").removesuffix("_l1")
     with pytest.raises(InvalidInput, match=f"^{short}: got"):
         layer(x)
