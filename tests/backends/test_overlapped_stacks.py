@@ -19,7 +19,7 @@ from ecornn.errors import InvalidInput
 from ecornn.kernels.persistent import gradients, shares
 from ecornn.kernels.persistent.arguments import ForwardArguments
 from ecornn.kernels.persistent.choose import Request
-from ecornn.nn import overlapped, plain
+from ecornn.nn import base, overlapped, plain
 from ecornn.nn.stack import explained
 from ecornn.ops import pair
 from support.emulated import EmulatedLauncher
@@ -177,6 +177,16 @@ def test_layers_are_taken_two_by_two(layers: int, taken: list[int]) -> None:
     assert len(taken) == layers // 2
 
 
+def test_what_is_asked_for_ends_that_are_not_there(
+    taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "plan_from", plain.plan_from)
+    layer, x = made("LSTM", 3), drawn(made("LSTM"))[0]
+    found = layer(x, after_end="frozen")[0]
+    assert len(taken) == 1
+    assert torch.equal(found, layer(x)[0])
+
+
 @pytest.mark.parametrize("used", [slice(0, 1), slice(1, 2), slice(2, 3)], ids=["y", "h", "c"])
 def test_a_loss_of_one_result_alone(used: slice, taken: list[int]) -> None:
     assert_like_torch(made("LSTM"), used=used)
@@ -300,11 +310,21 @@ def test_a_checkpoint_of_a_size_that_is_new(use_reentrant: bool, taken: list[int
 
 @pytest.mark.parametrize("name", ["weight_ih_l1", "weight_hh_l1", "bias_hh_l1"])
 @pytest.mark.parametrize("known", [False, True])
-def test_weights_that_do_not_belong_are_refused(name: str, known: bool, taken: list[int]) -> None:
+@pytest.mark.parametrize("wrong", ["rows", "across", "kind", "device"])
+def test_weights_that_do_not_belong_are_refused(
+    name: str, wrong: str, known: bool, taken: list[int]
+) -> None:
     layer, x = made("LSTM"), drawn(made("LSTM"))[0]
     if known:
         copy.deepcopy(layer)(x)
-    setattr(layer, name, nn.Parameter(getattr(layer, name).data[:-8].clone()))
+    weight = getattr(layer, name).data
+    changed = {
+        "rows": weight[:-8].clone(),
+        "across": weight.view(*reversed(weight.shape[1:]), 2, -1),
+        "kind": weight.to(torch.int32),
+        "device": weight.to("meta"),
+    }[wrong]
+    setattr(layer, name, nn.Parameter(changed, requires_grad=wrong != "kind"))
     short = name.replace("weight", "w").replace("bias", "b").removesuffix("_l1")
     with pytest.raises(InvalidInput, match=f"^{short}: got"):
         layer(x)

@@ -194,6 +194,9 @@ def test_torch_s_old_tracer_sees_the_operator(on_gpu: Machine) -> None:
         ("bias_ih_l0", "dtype", True),
         ("bias_hh_l0", "dtype", False),
         ("bias_hh_l0", "rows", True),
+        ("weight_hh_l0", "across", True),
+        ("weight_hh_l0", "kind", True),
+        ("bias_ih_l0", "device", True),
     ],
 )
 def test_weights_that_do_not_belong_together_are_refused(
@@ -208,8 +211,10 @@ def test_weights_that_do_not_belong_together_are_refused(
         "dtype": weight.half(),
         "rows": weight[:-8].clone(),
         "across": weight.t().contiguous(),
+        "kind": weight.to(torch.int32),
+        "device": weight.to("meta"),
     }[wrong]
-    setattr(layer, name, nn.Parameter(changed))
+    setattr(layer, name, nn.Parameter(changed, requires_grad=wrong != "kind"))
     short = name.replace("weight", "w").replace("bias", "b").removesuffix("_l0")
     with pytest.raises(InvalidInput, match=f"^{short}: got"):
         layer(x)

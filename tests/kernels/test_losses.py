@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ecornn.kernels import losses
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.losses import (
     CrossEntropyArguments,
@@ -97,6 +100,52 @@ def test_it_serves_float32_in_order_on_a_gpu() -> None:
     assert not serves(torch.empty(4, 3).t())
     assert not serves(torch.empty(0, 4))
     assert cross_entropy_launcher(torch.empty(3, 4)) is None  # it lies on the CPU
+
+
+class OnGpu:
+    """Of scores, what is asked of them before a kernel is loaded: on the second of two GPUs, the
+    first of which is too old and current."""
+
+    is_cuda, dtype, shape = True, torch.float32, (3, 4)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
+        self.current = 0
+        monkeypatch.setattr(losses, "_LAUNCHERS", {})
+        monkeypatch.setattr(losses, "unavailable", lambda: None)
+        monkeypatch.setattr(losses, "too_old", lambda: None if self.current else "too old")
+        monkeypatch.setattr(losses, "make_context_current", lambda device: None)
+        monkeypatch.setattr(losses, "Launcher", made)
+        monkeypatch.setattr(torch.cuda, "device", self.on)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current == 0)
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def get_device(self) -> int:
+        return 1
+
+
+def test_the_scores_device_is_asked_and_not_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scores: Any = OnGpu(monkeypatch, lambda geometry, device: f"on {device}")
+    assert cross_entropy_launcher(scores) == "on 1"
+
+
+def test_where_it_cannot_be_made_torch_s_operators_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    scores: Any = OnGpu(monkeypatch, made)
+    with pytest.warns(UserWarning, match="the disk is full"):
+        assert cross_entropy_launcher(scores) is None
+    assert cross_entropy_launcher(scores) is None  # and nobody is told again
 
 
 def test_its_threads_are_those_of_the_source() -> None:

@@ -72,7 +72,7 @@ class PlainPair:
         self._shape = (self.steps, self.batch, self.hidden)
         between = x.new_empty(1).expand(self._shape)  # for its shape alone
         self._check(first, second, between)
-        self._weight_bytes = [w.nbytes for w in (*first.flat_weights(), *second)]
+        self._weight_shapes = [w.shape for w in (*first.flat_weights(), *second)]
         self._forward, self._backward = forward, backward
         self.passes = [run for run in (forward, backward) if run is not None]
         gates = GATES[self.cell] * self.hidden
@@ -103,9 +103,11 @@ class PlainPair:
         *results: Tensor | None,
     ) -> bool:
         """As `PlainLayer.fits`."""
-        places = h0.data_ptr()
-        for weight, size in zip(weights, self._weight_bytes, strict=True):
-            if not weight.is_contiguous() or weight.nbytes != size:
+        places, dtype, device = h0.data_ptr(), h0.dtype, h0.device
+        for weight, shape in zip(weights, self._weight_shapes, strict=True):
+            if weight.shape != shape or not weight.is_contiguous():
+                return False
+            if weight.dtype != dtype or weight.device != device:
                 return False
             places |= weight.data_ptr()
         if places % 16 != 0:

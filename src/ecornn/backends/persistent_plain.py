@@ -75,7 +75,7 @@ class PlainLayer:
         self.steps, self.batch, self.inputs = x.shape
         self.rows = self.steps * self.batch
         self.lstm, self.keep = call.cell == "lstm", call.keep
-        self._weight_bytes = [weight.nbytes for weight in call.flat_weights()]
+        self._weight_shapes = [weight.shape for weight in call.flat_weights()]
         vector = 16 // x.element_size()
         self._by_vectors = self.hidden % vector == 0 and self.inputs % vector == 0
         every = launches("forward", call)
@@ -145,10 +145,12 @@ class PlainLayer:
     ) -> bool:
         """Whether all memory is as the kernels read it; `results`: what the forward pass left,
         which hooks on saved tensors may have given another form."""
-        places = h0.data_ptr()
-        for weight, size in zip(weights, self._weight_bytes, strict=True):
-            # of another size: another layer's weights need not be as those this was made for
-            if not weight.is_contiguous() or weight.nbytes != size:
+        places, dtype, device = h0.data_ptr(), h0.dtype, h0.device
+        for weight, shape in zip(weights, self._weight_shapes, strict=True):
+            # another layer's weights need not be as those this was made for
+            if weight.shape != shape or not weight.is_contiguous():
+                return False
+            if weight.dtype != dtype or weight.device != device:
                 return False
             places |= weight.data_ptr()
         if places % 16 != 0:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ecornn.errors import EcornnError
 from ecornn.kernels.jit import Variant
 from ecornn.kernels.persistent.device import too_old, unavailable
 from ecornn.kernels.persistent.launch import Launcher, make_context_current
@@ -40,8 +42,8 @@ class CrossEntropyTile:
         return Variant("cross_entropy.cu", arch)
 
 
-#: By device; loaded when a forward pass asks, so that a backward pass finds it.
-_LAUNCHERS: dict[int, Launcher] = {}
+#: By device; loaded when a forward pass asks, so that a backward pass finds it. None: it cannot be.
+_LAUNCHERS: dict[int, Launcher | None] = {}
 
 
 def cross_entropy_launcher(scores_NV: Tensor) -> Launcher | None:
@@ -50,14 +52,22 @@ def cross_entropy_launcher(scores_NV: Tensor) -> Launcher | None:
         return None
     device = scores_NV.get_device()
     if device not in _LAUNCHERS:
-        # nothing can be loaded while a stream is captured
-        if torch.cuda.is_current_stream_capturing() or too_old() is not None:
-            return None
         with torch.cuda.device(device):
-            make_context_current(device)
-            tile = CrossEntropyTile()
-            _LAUNCHERS[device] = Launcher(Geometry(tile, 1, 1, 1, 0), device)  # type: ignore[arg-type]
+            # nothing can be loaded while a stream is captured
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            _LAUNCHERS[device] = _loaded(device) if too_old() is None else None
     return _LAUNCHERS[device]
+
+
+def _loaded(device: int) -> Launcher | None:
+    make_context_current(device)
+    try:
+        return Launcher(Geometry(CrossEntropyTile(), 1, 1, 1, 0), device)  # type: ignore[arg-type]
+    except (EcornnError, OSError) as error:
+        # torch's operators give the same: a cache that cannot be written, say
+        warnings.warn(f"the kernel of cross entropy could not be made: {error}", stacklevel=2)
+        return None
 
 
 def serves(scores_NV: Tensor) -> bool:

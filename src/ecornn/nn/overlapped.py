@@ -174,8 +174,8 @@ def _arguments(call: StackCall, plan: ExecutionPlan, layer: int) -> tuple[Any, .
 
 
 def _constants(call: StackCall, plan: ExecutionPlan) -> tuple[Any, ...]:
-    options = (call.cell, call.layout, call.reset_to, call.after_end, call.cell_states)
-    return (*options, plan.backend, plan.keep)
+    # what a call asks for at resets and after ends says nothing where it has none
+    return (call.cell, call.layout, "zero", "zeros", False, plan.backend, plan.keep)
 
 
 def _two_by_two(
