@@ -11,7 +11,7 @@ from ecornn.echo.options import Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.estimate import Estimate
 from ecornn.echo.plan.prices import Prices, read_by_heavy
-from ecornn.echo.plan.search import Found, Search
+from ecornn.echo.plan.search import BEST, BEST_FOR_LEAST, Found, Search
 from ecornn.errors import InvalidInput
 from ecornn.sizes import size_text
 
@@ -73,7 +73,7 @@ def plans_for(
     """Every plan that was estimated, and the limits that were meant. `keep_all_peak`: of torch's
     own way to keep all, if that was tried; ours keeps every result that is read, which is more.
     `beside_s`: seconds that a step takes elsewhere."""
-    search = Search(passes, prices, calls)
+    search = Search(passes, prices, calls, BEST_FOR_LEAST if memory.kind == "min" else BEST)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
     most = keep_all_peak or search.peak(keep_all)
@@ -89,6 +89,8 @@ def plans_for(
                 _boundary(search, one, beyond)
             elif memory.kind == "auto":
                 without_the_least(search, one)
+            else:
+                _least(search, one)
     return list(search.found.values()), limits
 
 
@@ -109,6 +111,17 @@ def _boundary(search: Search, one: Found, beyond: Callable[[Found], bool]) -> No
             high = middle
         else:
             low = middle
+
+
+def _least(search: Search, one: Found) -> None:
+    """Look at plans with some of the groups of one, nearer and nearer to whichever holds least: for
+    a kernel that reads what is in memory, making it again takes memory as well as time."""
+    every = len(search.groups(one))
+    found, step = every, every // 2
+    while step and not search.tired:
+        near = [n for n in (found, found - step, found + step) if 0 < n <= every]
+        found = min(near, key=lambda n: search.peak(search.fewer(one, n)))
+        step //= 2
 
 
 def without_the_least(search: Search, one: Found) -> None:
