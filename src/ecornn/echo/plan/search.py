@@ -41,6 +41,10 @@ SIZES = 3
 PARTS = (4, 16, 64)
 
 
+#: Of a plan: what is kept, and its window.
+Key = tuple[frozenset[int], int]
+
+
 @dataclass(frozen=True)
 class Found:
     plan: Plan
@@ -56,7 +60,7 @@ class Search:
     prices: Prices
     calls: int = 1
     most: int = BEST
-    found: dict[tuple[frozenset[int], int], Found] = field(default_factory=dict)
+    found: dict[Key, Found] = field(default_factory=dict)
     _groups: dict[frozenset[int], list[Group]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
