@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -51,6 +52,26 @@ def test_an_unseen_batch_of_a_whole_model_is_predicted_exactly(name: str) -> Non
     found = fit(of, sizes=(2, 4))
     assert found.peak(13) == peak_of(of(13))
     assert found.curve.same_operators
+
+
+def test_weights_that_a_step_replaces_are_not_held_on_to() -> None:
+    """An allocator would count the old ones beside the new."""
+    alive: list[bool] = []
+
+    def of(batch: int) -> Any:
+        model, x = nn.Linear(8, 8), torch.zeros(batch, 8)
+        first = weakref.ref(model.weight)
+
+        def step() -> None:
+            model.weight = nn.Parameter(torch.zeros(8, 8))
+            alive.append(first() is not None)
+            model(x).sum().backward()
+
+        return step, model
+
+    fit(of, sizes=(2, 4))
+    assert len(alive) == 4
+    assert not any(alive)
 
 
 def test_a_layer_whose_reserve_comes_in_pages_is_predicted_within_three_per_cent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from ecornn.profiler.history import History
 from ecornn.profiler.session import Profile
 from support.functions import Doubled
 from support.hooks import is_untouched
-from support.recorded_steps import recorded
+from support.recorded_steps import Emulated, recorded
 
 
 class Twice(nn.Module):
@@ -114,3 +115,91 @@ def test_profiles_may_end_in_the_order_they_began(
     for model, report in zip(models, reports, strict=True):
         assert is_untouched(model)
         assert any("exp" in by for held in report.held for by in held.kept_by)
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("fails", ["", "start", "step", "stop"])
+def test_garbage_is_collected_in_the_step_alone(
+    on: bool, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the program has it, whatever goes wrong."""
+    seen: list[tuple[str, bool]] = []
+
+    def watched(name: str, call: Any = lambda _: None) -> Any:
+        def run(*given: Any) -> Any:
+            seen.append((name, gc.isenabled()))
+            if name == fails:
+                raise ValueError(name)
+            return call(*given)
+
+        return run
+
+    for name in ("start", "stop"):
+        monkeypatch.setattr(Emulated, name, watched(name, getattr(Emulated, name)))
+    model, step = nn.Linear(8, 8), watched("step")
+    was_on = gc.isenabled()
+    gc.enable() if on else gc.disable()
+    try:
+        with (
+            recorded(monkeypatch),
+            pytest.raises(ValueError, match=fails) if fails else nullcontext(),
+        ):
+            profile(lambda: step(model(torch.randn(4, 8)).sum().backward()), model)
+        assert gc.isenabled() == on
+    finally:
+        gc.enable() if was_on else gc.disable()
+    names = ["start", "step", "stop"][: 1 if fails == "start" else None]
+    assert seen == [(name, on and name == "step") for name in names]
+    assert is_untouched(model)
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_hooks_of_the_program_stay_and_see_what_they_always_see(
+    history: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    calls: list[str] = []
+    layer = model[0]
+    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+    layer.register_forward_hook(lambda *_: calls.append("after"), always_call=True)
+
+    def step() -> None:
+        later = layer.register_forward_pre_hook(
+            lambda _, args, kwargs: calls.append("later"), with_kwargs=True
+        )
+        result = layer(x)
+        result.grad_fn.register_prehook(lambda _: calls.append("node"))
+        result.register_hook(lambda _: calls.append("result"))
+        result.sum().backward()
+        later.remove()
+
+    step()
+    alone = calls.copy()
+    calls.clear()
+    with recorded(monkeypatch) if history else nullcontext():
+        profile(step, model)
+    assert calls == alone
+    calls.clear()
+    step()
+    assert calls == alone
+    assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)
+    assert not layer._forward_pre_hooks_with_kwargs
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_a_scripted_part_is_told_under_its_caller(
+    history: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no hook: torch refuses."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit as a whole
+        scripted = torch.jit.script(nn.Linear(8, 8))
+    model = nn.Sequential(nn.Sequential(scripted, nn.Tanh()), nn.Linear(8, 8))
+    with recorded(monkeypatch) if history else nullcontext():
+        report = profile(lambda: model(torch.randn(4, 8)).sum().backward(), model)
+    weights = {held.why.partition(";")[0] for held in report.held if held.kind == "weights"}
+    assert "the parameter 0.0.weight" in weights
+    made = {held.module for held in report.held if held.kind in ("feature maps", "workspace")}
+    assert "0" in made
+    assert "0.0" not in made
+    assert is_untouched(model[1])

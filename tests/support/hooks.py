@@ -14,6 +14,7 @@ def hooks_of(model: nn.Module) -> list[int]:
         for hooks in (
             module._forward_hooks,
             module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
             module._forward_hooks_always_called,
         )
     ]

@@ -219,13 +219,16 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._work = NOTHING
-        result = super().run_node(n)
+        # As in the class above, without what it notes of the node for tracing: a graph has
+        # thousands, and nothing is traced here.
+        result = getattr(self, n.op)(n.target, *self.fetch_args_kwargs_from_env(n))
         if n.op == "output":
             leaving = tree_leaves(n.args[0], is_leaf=lambda leaf: leaf is None)
             self._outputs = tuple(self._place.get(node) for node in leaving)
             return result
         uses = tuple(dict.fromkeys(self._place[used] for used in n.all_input_nodes))
-        holds = {self._storage_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)}
+        leaves = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+        holds = {self._storage_of(t) for t in leaves if isinstance(t, Tensor)}
         before = {storage for used in uses for storage in self._operations[used].holds}
         number = isinstance(result, NUMBERS) and n.op != "placeholder"
         kind = "number" if number else _kind(n, makes_memory=not holds <= before)
@@ -236,7 +239,9 @@ class _Recorder(fx.Interpreter):
         self._place[n] = len(self._operations)
         several = isinstance(result, tuple | list)
         form = (n.name, str(n.target), kind, uses, tuple(sorted(holds)), several)
-        self._operations.append(Operation(*form, self._work, touched_bytes(result)))
+        called = self._work is not NOTHING
+        shows = self._work.written_bytes if called else touched_bytes(result)
+        self._operations.append(Operation(*form, self._work, shows))
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -127,10 +127,11 @@ class _Observer:
             device = device_of(contents)
             self.device = str(device)
             self.simulated = device.type == "meta" or contents.are_fake
+            del contents  # a step may replace its weights: nobody else may hold on to the old ones
             report = made.observed()
             self._notes |= dict.fromkeys(report.notes)
             self.runs[batch] = run_of(batch, report)
-            del made, report, contents
+            del made, report
         return int(self.runs[batch].peak_bytes)
 
     def grow(self, budget: int) -> None:

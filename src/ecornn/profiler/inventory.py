@@ -36,6 +36,15 @@ class Contents(NamedTuple):
         return found
 
     @property
+    def main_device(self) -> torch.device | None:
+        """The one that holds most; None if there is nothing."""
+        found = {tensor.device for tensor in self.tensors}
+        if len(found) > 1:  # which is rare, and asking for bytes takes as long as all the rest
+            held = self.bytes_by_device()
+            return max(held, key=lambda one: held[one])
+        return next(iter(found), None)
+
+    @property
     def are_fake(self) -> bool:
         return any(isinstance(one, FakeTensor) for one in self.tensors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -29,8 +30,14 @@ class Named(NamedTuple):
     gradient: str
 
 
+@lru_cache(maxsize=4096)
 def _named(name: str) -> Named:
     return Named(name, _owner(name), f"the parameter {name}", f"the gradient of {name}")
+
+
+@lru_cache(maxsize=4096)
+def _named_buffer(name: str) -> tuple[str, str]:
+    return f"the buffer {name}", _owner(name)
 
 
 _STRANGER = Named(OUTSIDE, "", OUTSIDE, f"the gradient of {OUTSIDE}")
@@ -108,7 +115,7 @@ class Roles:
             if gradient is not None:
                 entries.append((gradient, "gradients", known.gradient, known.module))
         for name, buffer in contents.buffers:
-            entries.append((buffer, "weights", f"the buffer {name}", _owner(name)))
+            entries.append((buffer, "weights", *_named_buffer(name)))
         self._book.mark(entries, before=before)
 
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Entry]:

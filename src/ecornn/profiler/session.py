@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import GeneratorType, TracebackType
 from typing import Any, overload
 
@@ -56,13 +57,14 @@ class Profile:
     def __enter__(self) -> Profile:
         if self._used:
             raise NotObserved("this profile has been used; make another one with profile(…)")
-        self._collector = self._make_collector()
-        self._used = True
-        try:
-            self._collector.start()
-        except BaseException:
-            self._collector.close()
-            raise
+        with _no_garbage_collected():
+            self._collector = self._make_collector()
+            self._used = True
+            try:
+                self._collector.start()
+            except BaseException:
+                self._collector.close()
+                raise
         return self
 
     def _make_collector(self) -> Collector | LightCollector:
@@ -94,12 +96,13 @@ class Profile:
         # The report is all that stays: neither the model nor what was recorded.
         self._collector = None
         del self._model, self._optimizers
-        collector.stop(failed=error is not None)
-        self._report = (
-            assemble_later(collector.taken(), error)
-            if isinstance(collector, LightCollector)
-            else assemble(collector.observation(), error)
-        )
+        with _no_garbage_collected():
+            collector.stop(failed=error is not None)
+            self._report = (
+                assemble_later(collector.taken(), error)
+                if isinstance(collector, LightCollector)
+                else assemble(collector.observation(), error)
+            )
         if error is not None:
             with suppress(AttributeError):  # of exceptions that take none
                 error.memory_report = self._report  # type: ignore[attr-defined]
@@ -109,6 +112,20 @@ class Profile:
         with self:
             run_to_end(step)
         return self.report
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Python looks for cycles whenever many values were made, as they are here, and now and then
+    among all that the process has: 160 ms, three times in 31 profiles of a ResNet-50 on a CPU. Here
+    are none to be found; in the step itself it is the program's own affair."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def run_to_end(step: Callable[[], Any]) -> None:
@@ -197,8 +214,7 @@ def check(step: Any, model: Any) -> None:
 
 def device_of(model: Contents) -> torch.device:
     """The one that holds most of the model."""
-    found = model.bytes_by_device()
-    device = max(found, key=lambda one: found[one]) if found else torch.get_default_device()
+    device = model.main_device or torch.get_default_device()
     if device.type not in DEVICES:
         remedy = "move the model"
         raise InvalidInput("model", f"weights on {device}", f"one of {', '.join(DEVICES)}", remedy)

@@ -106,6 +106,10 @@ def test_the_loop_s_body_is_compiled_or_all_of_the_model(quick_compiler: list[An
     eager = build(EAGER, tiny("nmt"), "cpu")
     found = compare_with_eager(step, eager, seed=5)
     assert found.error < 1e-5, "this compiler draws as eager does"
+    compiled = dict(torch._dynamo.utils.counters["stats"])
+    assert compiled["unique_graphs"] > 0
+    assert compare_with_eager(step, eager, seed=5, as_traced=True).error < 1e-5
+    assert torch._dynamo.utils.counters["stats"] == compiled, "compared is what was compiled"
     unrolled = build(UNROLLED, tiny("nmt"), "cpu")
     assert quick_compiler[-1] is unrolled.model
     assert unrolled.run is not unrolled.model

@@ -1,17 +1,26 @@
-"""What "auto" leaves alone: memory that is hardly any, where saving it takes kernels."""
+"""What "auto" leaves alone: memory that is hardly any, where saving it takes kernels. And that
+"min" leaves nothing that another request would find."""
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
+import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ecornn.echo.graph import read_graph
+from ecornn.echo.options import read_memory
 from ecornn.echo.passes import Passes
+from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.budget import LITTLE, without_the_least
 from ecornn.echo.plan.groups import run_again
 from ecornn.echo.plan.prices import fused, read_by_heavy
 from ecornn.echo.plan.search import Search
+from ecornn.errors import InvalidInput
 from support.joints import joint_of, leaf
 
 
@@ -63,3 +72,55 @@ def test_what_a_convolution_s_gradient_reads_is_in_memory() -> None:
     # the ReLU's mask is computed where the gradient is read
     others = {operations[i].target for i in passes.needed - read_by_heavy(passes)}
     assert len(others) == 1, others
+
+
+def normed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    y = F.conv2d(x, weight, padding=1)
+    y = F.batch_norm(y, None, None, scale, training=True)
+    return F.conv2d(F.relu(y), weight, padding=1).tanh()
+
+
+def branched(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    y = F.relu(F.conv2d(x, weight, padding=1) + bias.view(1, -1, 1, 1))
+    z = torch.tanh(F.conv2d(y, weight, padding=1))
+    return F.conv2d(torch.sigmoid(z) * y, weight, padding=1).exp()
+
+
+def gated(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(4):
+        x = torch.tanh(x @ (weight * 1.0)) * torch.sigmoid(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (normed, [(4, 8, 16, 16), (8, 8, 3, 3), (8,)]),
+        (branched, [(2, 8, 16, 16), (8, 8, 3, 3), (8,)]),
+        (gated, [(64, 32), (32, 32)]),
+    ],
+    ids=["batch norm", "convolutions", "products"],
+)
+@pytest.mark.parametrize("compiler", [{}, {"compiler": "inductor"}], ids=["one by one", "fused"])
+def test_nothing_else_that_is_asked_for_holds_less_than_min(
+    function: Any, shapes: list[tuple[int, ...]], compiler: dict[str, Any]
+) -> None:
+    joint = joint_of(function, *map(leaf, shapes))
+    inputs = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+
+    def of(memory: str | float) -> Decision:
+        request = Request(read_memory(memory), settings=dict(compiler))
+        return decide(joint, inputs, 1, request)
+
+    least, others = of("min"), [of("auto")]
+    for fraction in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
+        with contextlib.suppress(InvalidInput):
+            others.append(of(fraction))
+    assert len(others) > 1
+    peak = least.chosen.estimate.peak()
+    assert peak <= min(other.chosen.estimate.peak() for other in others)
+    # nor is a part of a plan taken, which keeps more between the passes, where all of it does
+    parts = {c.strategy for c in least.candidates if c.strategy.endswith(" groups")}
+    within = (c for c in least.candidates if c.estimate.seconds_added <= least.limits.seconds)
+    whole = min(c.estimate.peak() for c in within if c.strategy not in parts)
+    assert (least.chosen.strategy in parts) == (peak < whole)

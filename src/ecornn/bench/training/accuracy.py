@@ -170,10 +170,12 @@ def compare_with_eager(
     passes: Callable[[], Tensor] | None = None,
     *,
     as_traced: bool = False,
+    twins: bool = False,
 ) -> Comparison:
-    """`eager` is a step of the same model; it is given the weights and buffers of `step`."""
+    """`eager` is a step of the same model; it is given the weights and buffers of `step`.
+    `as_traced`: it runs the batch norm of traced graphs; so does `step` where they are `twins`,
+    eager beside itself. Compiled code, be it of a part alone, would be compiled again for it."""
     eager.autocast = step.autocast
     eager.model.load_state_dict(step.model.state_dict())
-    plain = step.run is step.model  # eager beside itself
-    found = take_passes(step, seed, passes, as_traced=as_traced and plain)
+    found = take_passes(step, seed, passes, as_traced=as_traced and twins)
     return compare(found, take_passes(eager, seed, as_traced=as_traced))

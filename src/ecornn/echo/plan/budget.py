@@ -11,7 +11,7 @@ from ecornn.echo.options import Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.estimate import Estimate
 from ecornn.echo.plan.prices import Prices, read_by_heavy
-from ecornn.echo.plan.search import Found, Search
+from ecornn.echo.plan.search import BEST, BEST_FOR_LEAST, Found, Key, Search
 from ecornn.errors import InvalidInput
 from ecornn.sizes import size_text
 
@@ -70,14 +70,15 @@ def plans_for(
     keep_all_peak: int = 0,
     beside_s: float = 0.0,
 ) -> tuple[list[Found], Limits]:
-    """Every plan that was estimated, and the limits that were meant. `keep_all_peak`: of torch's
+    """Plans that were estimated, and the limits that were meant. `keep_all_peak`: of torch's
     own way to keep all, if that was tried; ours keeps every result that is read, which is more.
     `beside_s`: seconds that a step takes elsewhere."""
-    search = Search(passes, prices, calls)
+    search = Search(passes, prices, calls, BEST_FOR_LEAST if memory.kind == "min" else BEST)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
     most = keep_all_peak or search.peak(keep_all)
     limits = limits_of(memory, passes, most, prices.step_seconds, beside_s)
+    in_vain: set[Key] = set()
     # the best few of the families, with as many of their groups as the limits call for
     for one in search.best():
         fits = limits.bytes
@@ -89,7 +90,9 @@ def plans_for(
                 _boundary(search, one, beyond)
             elif memory.kind == "auto":
                 without_the_least(search, one)
-    return list(search.found.values()), limits
+            else:
+                in_vain |= _least(search, one, beyond)
+    return [one for key, one in search.found.items() if key not in in_vain], limits
 
 
 def _takes_more(seconds: float, one: Found) -> bool:
@@ -109,6 +112,21 @@ def _boundary(search: Search, one: Found, beyond: Callable[[Found], bool]) -> No
             high = middle
         else:
             low = middle
+
+
+def _least(search: Search, one: Found, beyond: Callable[[Found], bool]) -> set[Key]:
+    """Look at plans with some of the groups of one, nearer and nearer to whichever holds least: for
+    a kernel that reads what is in memory, making it again takes memory as well as time. Told are
+    those that hold no less: they keep more between the passes, which other graphs find there."""
+    before, every = dict(search.found), len(search.groups(one))
+    found, step = every, every // 2
+    while step and not search.tired:
+        near = [n for n in (found, found - step, found + step) if 0 < n <= every]
+        found = min(near, key=lambda n: search.peak(search.fewer(one, n)))
+        step //= 2
+    lowest = min(search.peak(known) for known in before.values() if not beyond(known))
+    new = search.found.keys() - before.keys()
+    return {key for key in new if search.peak(search.found[key]) >= lowest}
 
 
 def without_the_least(search: Search, one: Found) -> None:

@@ -27,8 +27,10 @@ from ecornn.echo.schedule import FOR_ALL
 MOST_WORK = 150_000
 #: The same for refining one plan; each takes about 50 µs there.
 REFINING = 10_000
-#: How many plans, of those with the lowest peaks, are looked at more closely.
+#: How many plans, of those with the lowest peaks, are looked at more closely; and how many where
+#: the lowest peak is all that is asked for.
 BEST = 4
+BEST_FOR_LEAST = 12
 #: How many products in a row may be run again.
 DEPTHS = (1, 2, 4, 8, 16)
 #: Of how many recurrent states in a row one is kept, where not all are.
@@ -37,6 +39,10 @@ FEWER_STATES = (2, 4, 8, 32)
 SIZES = 3
 #: A copy serves this part of the operations on the gradient.
 PARTS = (4, 16, 64)
+
+
+#: Of a plan: what is kept, and its window.
+Key = tuple[frozenset[int], int]
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Search:
     passes: Passes
     prices: Prices
     calls: int = 1
-    found: dict[tuple[frozenset[int], int], Found] = field(default_factory=dict)
+    most: int = BEST
+    found: dict[Key, Found] = field(default_factory=dict)
     _groups: dict[frozenset[int], list[Group]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +100,7 @@ class Search:
             self.found.values(), key=lambda f: (self.peak(f), f.estimate.seconds_added)
         ):
             found.setdefault(one.plan.kept, one)
-        return list(found.values())[:BEST]
+        return list(found.values())[: self.most]
 
     def explore(self, *, products: bool) -> list[Found]:
         """All plans of the families above, the more distant ones only while not tired."""
