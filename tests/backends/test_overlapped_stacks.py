@@ -19,7 +19,7 @@ from ecornn.errors import InvalidInput
 from ecornn.kernels.persistent import gradients, shares
 from ecornn.kernels.persistent.arguments import ForwardArguments
 from ecornn.kernels.persistent.choose import Request
-from ecornn.nn import base, overlapped, plain
+from ecornn.nn import base, overlapped, plain, stack
 from ecornn.nn.stack import explained
 from ecornn.ops import pair
 from support.emulated import EmulatedLauncher
@@ -155,6 +155,37 @@ def test_shares_of_the_gates_in_turns(
 def test_a_relu_network(taken: list[int]) -> None:
     assert_like_torch(made("RNN", nonlinearity="relu"))
     assert taken
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cell", CELLS)
+def test_dropout_between_layers_goes_a_short_way_too(
+    cell: str, training: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, with the masks that the long way draws; where none is drawn, two of them
+    at once."""
+    layer = made(cell, 3, dropout=0.4).train(training)
+    tensors = drawn(layer)
+
+    def run() -> list[Tensor]:
+        given = [t.detach().clone().requires_grad_() for t in tensors]
+        torch.manual_seed(3)
+        found = results(layer, *given)
+        return [*found, *torch.autograd.grad(weighted(found), [*given, *layer.parameters()])]
+
+    short = [run(), run()]  # found, and known
+    (route,) = plain._ROUTES.values()
+    assert isinstance(route, overlapped.StackRoute)
+    assert len(route.parts) == (3 if training else 2)
+    assert bool(taken) != training
+    with monkeypatch.context() as patch:
+        patch.setattr(plain, "_is_stacked", lambda *_: False)
+        patch.setattr(stack, "short_way", lambda *_: None)
+        long = run()
+    for a, b, c in zip(*short, long, strict=True):
+        assert torch.equal(a, b)
+        assert_matches(a, c.double(), 2 * tolerance(torch.float32, STEPS, order=1))
+    assert torch.equal(results(layer, *tensors)[0], short[0][0]) != training  # of another seed
 
 
 @pytest.mark.parametrize("cell", CELLS)

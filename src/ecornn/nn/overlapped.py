@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ecornn.backends.overlap import Decision
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _FOUND: dict[tuple[Any, ...], StackRoute] = {}
 #: Beyond this many all are forgotten.
 MOST_ROUTES = 4096
+#: Stands against two layers at once, but not against the short way.
+DROPOUT = "there is dropout between them"
 
 
 class StackRoute(NamedTuple):
@@ -63,8 +66,9 @@ class StackRoute(NamedTuple):
         weights: Sequence[Tensor],
         *,
         needs_grad: bool,
+        dropout: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(output, h_n, c_n) of tensors that fit."""
+        """(output, h_n, c_n) of tensors that fit. `dropout`: between layers."""
         x = x.contiguous()
         if len(self.parts) == 1 and isinstance(self.parts[0], PairRoute):
             given = (x, h0, c0, list(weights))
@@ -72,6 +76,8 @@ class StackRoute(NamedTuple):
         h_n, c_n, at, count = [], [], 0, len(weights) // self.layers
         for part in self.parts:
             last = at + part.layers
+            if dropout > 0 and at > 0:
+                x = F.dropout(x, dropout, training=True)
             states = (h0[at:last], None if c0 is None else c0[at:last])
             own = list(weights[at * count : last * count])
             if isinstance(part, PairRoute):
@@ -104,22 +110,25 @@ def stack_route(call: StackCall, plan: ExecutionPlan) -> StackRoute:
 
 
 def special(call: StackCall) -> str | None:
-    """What of a call stands against two layers at once, and against the short way."""
+    """What of a call stands against two layers at once, and, but for dropout, against the short
+    way."""
     reasons = (
         (call.directions > 1, "both directions of one run at once already"),
-        (call.dropout > 0, "there is dropout between them"),
         (call.lengths_B is not None, "there are lengths"),
         (call.resets_TB is not None, "there are resets"),
         (call.cell_states, "all cell states are asked for"),
         (call.zoneout_h > 0 or call.zoneout_c > 0, "there is zoneout"),
+        (call.dropout > 0 and call.one_mask_a_sequence, "they share a mask over all steps"),
+        (call.dropout > 0, DROPOUT),  # the last: whoever is told this has nothing of the others
     )
     return next((reason for holds, reason in reasons if holds), None)
 
 
 def _find(call: StackCall, plan: ExecutionPlan) -> StackRoute:
-    if (reason := special(call)) is not None:
+    reason = special(call)
+    if reason not in (None, DROPOUT):
         return StackRoute((), call.layers, (_apart(reason),))
-    reason = _unfit(call, plan)
+    reason = reason or _unfit(call, plan)
     if reason is None:
         x, numbers = call.input_TBI, numbers_of(call.input_TBI.dtype)
         assert numbers is not None
@@ -136,7 +145,7 @@ def _find(call: StackCall, plan: ExecutionPlan) -> StackRoute:
     return StackRoute(parts if len(parts) == call.layers else (), call.layers, (told,))
 
 
-def _apart(reason: str) -> str:
+def _apart(reason: str | None) -> str:
     return f"layers run one after the other: {reason}"
 
 

@@ -120,7 +120,7 @@ def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tenso
     if isinstance(route, StackRoute):
         tensors = (call.h0, call.c0, call.weights)
         if route.fits(*tensors):
-            return route.run(x, *tensors, needs_grad=call.needs_grad)
+            return route.run(x, *tensors, needs_grad=call.needs_grad, dropout=call.dropout)
     if isinstance(route, PlainRoute) and _fits(route, call):
         return _run_route(route, call)
     plan = _plan(layer, call, captured, False)
@@ -189,9 +189,9 @@ def _is_alone(layer: RecurrentLayer, call: NetworkCall) -> bool:
 
 
 def _is_stacked(layer: RecurrentLayer, call: NetworkCall) -> bool:
-    """Several layers of one direction with nothing between them, which nobody watches."""
+    """Several layers of one direction, which nobody watches."""
     several = call.layers > 1 and not call.bidirectional
-    return several and not layer.proj_size and call.dropout == 0 and not watched(call.input_TBI)
+    return several and not layer.proj_size and not watched(call.input_TBI)
 
 
 def _key(
@@ -202,6 +202,7 @@ def _key(
     return (
         *(made.cell, made.layout, layer.input_size, layer.hidden_size, x.shape, x.dtype),
         *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured, lengths, call.layers),
+        call.dropout > 0,
     )
 
 

@@ -87,7 +87,8 @@ def run_stack(call: StackCall, plan: ExecutionPlan) -> StackResult:
     x = call.input_TBI
     if (route := short_way(call, plan)) is not None:
         tensors = (x, call.h0, call.c0, call.weights)
-        return StackResult(*route.run(*tensors, needs_grad=plan.spec.needs_grad), None)
+        found = route.run(*tensors, needs_grad=plan.spec.needs_grad, dropout=call.dropout)
+        return StackResult(*found, None)
     h_n: list[Tensor] = []
     c_n: list[Tensor] = []
     cells: Tensor | None = None
