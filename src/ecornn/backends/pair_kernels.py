@@ -3,7 +3,6 @@ memory is."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -13,19 +12,21 @@ from torch import Tensor
 
 from ecornn.backends.overlap import Op, cut
 from ecornn.backends.persistent_calls import matching_products
-from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
+from ecornn.kernels.persistent.arguments import (
+    BACKWARD,
+    FORWARD,
+    BackwardArguments,
+    ForwardArguments,
+)
 from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.persistent.launch import Launcher
 from ecornn.kernels.persistent.shares import (
+    SHARES,
     ShareArguments,
     is_small_product,
     share_blocks,
     share_launcher,
 )
-
-#: All fields of the arguments at once, as the structures have them, to their padded end.
-_FORWARD, _BACKWARD = struct.Struct("@26Q12i"), struct.Struct("@35Q12i")
-_SHARES = struct.Struct("@3Q4i")
 
 
 class Pass:
@@ -93,7 +94,7 @@ class InputProduct:
             return
         xs, w = given.data_ptr(), w_ih.data_ptr()
         by_vectors = self._by_vectors and (xs | w) % 16 == 0
-        packed = _SHARES.pack(xs, w, found.data_ptr(), *self._sizes, by_vectors)
+        packed = SHARES.pack(xs, w, found.data_ptr(), *self._sizes, by_vectors)
         self._launch(ShareArguments.from_buffer_copy(packed), self._blocks)
 
 
@@ -158,7 +159,7 @@ def forward_arguments(p: ForwardPlaces, run: Pass, piece: int, failed: int) -> F
     h_in = p.h0 if first else p.output + (row - run.batch) * run.hidden * p.size
     c_in = 0 if first or not p.c0 else p.carried + (piece - 1) * state * 4
     c_out = 0 if last or not p.c0 else p.carried + piece * state * 4
-    packed = _FORWARD.pack(
+    packed = FORWARD.pack(
         # gates, weights, b_ih, b_hh, exchange, output, cells, kept, for two directions
         *(p.gates + share * p.gate_row * p.size, 0, p.w_hh, 0, p.b_ih, 0, p.b_hh, 0),
         *(p.output, 0, p.output, 0, p.cells, 0, p.kept, 0),
@@ -224,7 +225,7 @@ def backward_arguments(p: BackwardPlaces, run: Pass, piece: int, failed: int) ->
     leaving: tuple[Any, ...] = (0, 0, p.d_h0, p.d_c0)
     if not last:
         leaving = (h_out, c_out if p.c0 else 0, 0, 0)
-    packed = _BACKWARD.pack(
+    packed = BACKWARD.pack(
         # gates, b_ih, b_hh, weights, exchange, d_gates, output, cells, d_output, d_cells
         *(kept, 0, 0, 0, 0, 0, p.w_hh, 0, d_gates, 0, d_gates, 0),
         *(p.output, 0, p.cells, 0, p.d_output, 0, 0, 0),

@@ -4,7 +4,7 @@ precision torch's settings allow, and pointers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -145,6 +145,26 @@ def check_weights(call: LayerCall) -> None:
                     f"{shape} of {x.dtype} on {x.device}, like the input",
                     "give all weights of a layer the sizes, the dtype and the device it has",
                 )
+
+
+def is_readable(
+    h0: Tensor,
+    weights: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+    others: Sequence[Tensor | None],
+) -> bool:
+    """Whether all memory is as kernels of one size read it: another layer's weights need not be as
+    those that were checked when the size was first met."""
+    places, dtype, device = h0.data_ptr(), h0.dtype, h0.device
+    for weight, shape in zip(weights, shapes, strict=True):
+        if weight.shape != shape or not weight.is_contiguous():
+            return False
+        if weight.dtype != dtype or weight.device != device:
+            return False
+        places |= weight.data_ptr()
+    if places % 16 != 0:
+        return False
+    return all([t is None or t.is_contiguous() for t in (h0, *others)])  # noqa: C419
 
 
 def through_l2(every: list[Launch]) -> bool:

@@ -27,7 +27,7 @@ from ecornn.backends.pair_kernels import (
     backward_arguments,
     forward_arguments,
 )
-from ecornn.backends.persistent_calls import check_weights, marked, matching_products
+from ecornn.backends.persistent_calls import check_weights, is_readable, marked, matching_products
 from ecornn.backends.persistent_gradients import GateGradients
 from ecornn.backends.protocol import LayerCall
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
@@ -103,16 +103,7 @@ class PlainPair:
         *results: Tensor | None,
     ) -> bool:
         """As `PlainLayer.fits`."""
-        places, dtype, device = h0.data_ptr(), h0.dtype, h0.device
-        for weight, shape in zip(weights, self._weight_shapes, strict=True):
-            if weight.shape != shape or not weight.is_contiguous():
-                return False
-            if weight.dtype != dtype or weight.device != device:
-                return False
-            places |= weight.data_ptr()
-        if places % 16 != 0:
-            return False
-        return all([t is None or t.is_contiguous() for t in (x, h0, c0, *results)])  # noqa: C419
+        return is_readable(h0, weights, self._weight_shapes, (x, c0, *results))
 
     def forward(
         self, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor]

@@ -11,7 +11,6 @@ Shape suffixes: see `protocol`.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from ecornn.backends.persistent_calls import (
     Launch,
     Piece,
     check_weights,
+    is_readable,
     launches,
     marked,
     matching_products,
@@ -32,20 +32,22 @@ from ecornn.backends.persistent_calls import (
 from ecornn.backends.persistent_forward import forward_pieces
 from ecornn.backends.persistent_gradients import GateGradients
 from ecornn.backends.protocol import LayerCall
-from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
+from ecornn.kernels.persistent.arguments import (
+    BACKWARD,
+    FORWARD,
+    BackwardArguments,
+    ForwardArguments,
+)
 from ecornn.kernels.persistent.device import failure_flag, numbers_of
 from ecornn.kernels.persistent.launch import Launcher
 from ecornn.kernels.persistent.shares import (
+    SHARES,
     ShareArguments,
     is_small_product,
     share_blocks,
     share_launcher,
 )
 from ecornn.spec import GATES
-
-#: All fields of the arguments at once, as the structures have them, to their padded end.
-_FORWARD, _BACKWARD = struct.Struct("@26Q12i"), struct.Struct("@35Q12i")
-_SHARES = struct.Struct("@3Q4i")
 
 
 class PlainResult(NamedTuple):
@@ -145,17 +147,7 @@ class PlainLayer:
     ) -> bool:
         """Whether all memory is as the kernels read it; `results`: what the forward pass left,
         which hooks on saved tensors may have given another form."""
-        places, dtype, device = h0.data_ptr(), h0.dtype, h0.device
-        for weight, shape in zip(weights, self._weight_shapes, strict=True):
-            # another layer's weights need not be as those this was made for
-            if weight.shape != shape or not weight.is_contiguous():
-                return False
-            if weight.dtype != dtype or weight.device != device:
-                return False
-            places |= weight.data_ptr()
-        if places % 16 != 0:
-            return False
-        return all([t is None or t.is_contiguous() for t in (x, h0, c0, *results)])  # noqa: C419
+        return is_readable(h0, weights, self._weight_shapes, (x, c0, *results))
 
     def forward(
         self,
@@ -188,7 +180,7 @@ class PlainLayer:
                 self._shares_of(x, weights[0], piece, gates)
             leaving = (h_n, c_n) if piece.last else _carried(h0, c0)
             h_out, c_out = (0 if t is None else t.data_ptr() for t in leaving)
-            packed = _FORWARD.pack(
+            packed = FORWARD.pack(
                 # gates, weights, b_ih, b_hh, exchange, output, cells, kept, for two directions
                 *(gates.data_ptr(), 0, weights[1].data_ptr(), 0, b_ih, 0, b_hh, 0, y, 0, y, 0),
                 *(0 if cells is None else cells.data_ptr(), 0),
@@ -230,7 +222,7 @@ class PlainLayer:
                 return torch.mm(rows, w_ih.t())
         found = x.new_empty(self._shares_shape)
         xs, w = x.data_ptr(), w_ih.data_ptr()
-        packed = _SHARES.pack(
+        packed = SHARES.pack(
             *(xs, w, found.data_ptr(), *self._shares_shape, self.inputs),
             self._by_vectors and (xs | w) % 16 == 0,
         )
@@ -259,7 +251,7 @@ class PlainLayer:
         d_c0 = None if c0 is None else torch.empty_like(c0)
         dg, h, y = d_gates.data_ptr(), h0.data_ptr(), output.data_ptr()
         dy, dh, dc = (0 if d is None else d.data_ptr() for d in grads)
-        packed = _BACKWARD.pack(
+        packed = BACKWARD.pack(
             # gates, b_ih, b_hh, weights, exchange, d_gates, output, cells, d_output, d_cells
             *(0 if kept is None else kept.data_ptr(), 0, 0, 0, 0, 0, weights[1].data_ptr(), 0),
             *(dg, 0, dg, 0, y, 0, 0 if cells is None else cells.data_ptr(), 0, dy, 0, 0, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 
 _POINTER = ctypes.c_void_p
 _PAIR = ctypes.c_void_p * 2  # one for each direction
@@ -52,3 +53,7 @@ class BackwardArguments(ctypes.Structure):
             *("d_h_initial", "d_c_initial", "lengths", "resets", "failed"),
         ),
     )
+
+
+#: All fields of the arguments at once, as the structures have them, to their padded end.
+FORWARD, BACKWARD = struct.Struct("@26Q12i"), struct.Struct("@35Q12i")

@@ -4,6 +4,7 @@ the product, ours is the cheaper one for the host, which has less to choose from
 from __future__ import annotations
 
 import ctypes
+import struct
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,6 +24,10 @@ class ShareArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("input", "w_ih", "shares")),
         *((name, ctypes.c_int) for name in ("rows", "gates", "inputs", "by_vectors")),
     )
+
+
+#: All of its fields at once.
+SHARES = struct.Struct("@3Q4i")
 
 
 @dataclass(frozen=True)
