@@ -160,13 +160,16 @@ class TestServing:
         request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
         request |= {"effort": "quick", "compilers": 1, "began": 0.0}
         said: list[dict[str, Any]] = []
-        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps("measure") + "\n"))
+        lines = "".join(json.dumps(line) + "\n" for line in ("turn", "turn", "measure"))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         worker.serve(request, said.append)
         return said
 
     def test_it_is_ready_then_measures(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ready, done = self.serve(monkeypatch, "eager")
-        assert ready == {"ready": True}
+        effort = EFFORTS["quick"]
+        ready, *turns, done = self.serve(monkeypatch, "eager")
+        assert ready == {"ready": True, "turns": effort.turns}
+        assert turns == [{"timed": effort.steps}, {"timed": 2 * effort.steps}]
         assert done["metrics"]["step_ms"] > 0
 
     @pytest.mark.parametrize(

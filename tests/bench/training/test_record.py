@@ -56,8 +56,14 @@ if does == "crash":
 if does == "refuse":
     say({"metrics": {"not_measured": "cannot"}}); raise SystemExit
 time.sleep(0.2)
-note("ready"); say({"ready": True})
-sys.stdin.readline()
+note("ready"); say({"ready": True, "turns": 2})
+while json.loads(sys.stdin.readline()) == "turn":
+    note("turn")
+    if does == "hang in its turn":
+        time.sleep(600)
+    if does == "fail in its turn":
+        say({"metrics": {"not_measured": "cannot any more"}}); raise SystemExit
+    say({"timed": 1})
 note("measures")
 if does == "hang later":
     time.sleep(600)
@@ -112,6 +118,25 @@ def test_all_prepare_together_and_measure_alone(pretended: Pretended) -> None:
     measuring = sorted((at, what) for _, what, at in notes if what in ("measures", "done"))
     assert measuring[0][0] > max(ready), "nobody prepares while somebody measures"
     assert [what for _, what in measuring] == ["measures", "done"] * 3
+
+
+def test_steps_are_timed_in_turns_and_each_round_begins_with_another(pretended: Pretended) -> None:
+    """Of one case; the next case has its own."""
+    pretended.run(NMT, GPT2, limits=Limits(workers=6, prepare_s=5.0, measure_s=1.5))
+    turns = [who for who, what, _ in pretended.notes() if what == "turn"]
+    a_case = ["eager", "checkpoint", "torch.compile", "checkpoint", "torch.compile", "eager"]
+    assert turns == a_case * 2
+
+
+@pytest.mark.parametrize(
+    ("does", "why"), [("hang in its turn", "killed"), ("fail in its turn", "cannot any more")]
+)
+def test_who_fails_in_a_turn_has_no_other(pretended: Pretended, does: str, why: str) -> None:
+    found = by_contender(pretended.run(NMT, behaviour={"checkpoint": does}))
+    assert why in str(found["checkpoint"].metrics["not_measured"])
+    assert found["eager"].number("step_ms") == found["torch.compile"].number("step_ms") == 2.5
+    turns = [who for who, what, _ in pretended.notes() if what == "turn"]
+    assert turns == ["eager", "checkpoint", "torch.compile", "torch.compile", "eager"]
 
 
 def test_all_cores_compile(monkeypatch: pytest.MonkeyPatch) -> None:

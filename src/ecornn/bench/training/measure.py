@@ -43,16 +43,15 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Effort:
-    """Steps are timed until there are `rounds` or `budget_s` is spent, but `fewest` at least;
-    `tries` is for the largest batch."""
+    """Contenders take `turns`, in each of which `steps` are timed; `tries` is for the largest
+    batch."""
 
-    rounds: int
-    fewest: int
-    budget_s: float
+    turns: int
+    steps: int
     tries: int
 
 
-EFFORTS = {"thorough": Effort(30, 7, 1.5, 7), "quick": Effort(5, 3, 0.5, 5)}
+EFFORTS = {"thorough": Effort(10, 3, 7), "quick": Effort(5, 2, 5)}
 
 
 @dataclass
@@ -67,6 +66,11 @@ class Measurement:
     step: Step | None = None
     run: Callable[[], Any] | None = None
     joint: Joint | None = None  # of the part "plan"
+    seconds: list[float] = field(default_factory=list)  # of the steps timed so far
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.run is not None and self.case.part != "check"
 
     def prepare(self) -> None:
         if self.case.part == "plan":
@@ -100,7 +104,17 @@ class Measurement:
             return contender is not EAGER and drawn_alike
         return drawn_alike and not self.step.autocast
 
+    def turn(self) -> None:
+        """Time some steps. Others do so in between: what slows the machine for some seconds then
+        slows everybody. The first step finds the caches as they left them and is not timed."""
+        assert self.run is not None
+        clock = clock_for(self.device)
+        with limited_to(self.case.memory_gib or 1024.0, self.device), garbage_collected_before():
+            clock.measure(self.run, 1)
+            self.seconds += [clock.measure(self.run, 1) for _ in range(self.effort.steps)]
+
     def measure(self) -> None:
+        """All the rest, once the turns are over."""
         if self.case.part == "check":
             return
         if self.joint is not None:
@@ -110,11 +124,13 @@ class Measurement:
             except SolverMissing as error:
                 self.metrics["exact_not_measured"] = first_line(error)
             return
-        step, run = self.step, self.run
+        step = self.step
         assert step is not None
-        assert run is not None
-        with limited_to(self.case.memory_gib or 1024.0, self.device):
-            self._time(step, run)
+        if not self.seconds:  # nobody to take turns with
+            self.turn()
+        found = summarize(self.seconds)
+        self.metrics |= {"step_ms": found.median_s * 1e3, "step_ms_spread": found.spread_s * 1e3}
+        self.metrics["samples_per_s"] = step.samples / found.median_s
         if not self.contender.graph:  # a graph's was counted when it was captured
             self.metrics["peak_bytes"] = peak_bytes(step)
         if self.contender.is_ours:
@@ -216,19 +232,6 @@ class Measurement:
             return None
         limit = (self.case.memory_gib or 0.0) * GIB
         return None if self.device.type == "cpu" and peak > limit else peak
-
-    def _time(self, step: Step, run: Callable[[], Any]) -> None:
-        clock = clock_for(self.device)
-        seconds: list[float] = []
-        with garbage_collected_before():
-            clock.measure(run, 1)
-            while len(seconds) < self.effort.rounds and (
-                len(seconds) < self.effort.fewest or sum(seconds) < self.effort.budget_s
-            ):
-                seconds.append(clock.measure(run, 1))
-        found = summarize(seconds)
-        self.metrics |= {"step_ms": found.median_s * 1e3, "step_ms_spread": found.spread_s * 1e3}
-        self.metrics["samples_per_s"] = step.samples / found.median_s
 
 
 def predicted_peak(step: Step) -> int | str:

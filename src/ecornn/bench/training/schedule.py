@@ -1,7 +1,9 @@
 """Many prepare at once, one measures at a time.
 
 Compiling takes far longer than measuring and leaves the GPU idle, so that as many processes as
-there are workers prepare side by side. Then all of them wait, and each measures alone.
+there are workers prepare side by side. Then all of them wait, and take turns: each times some steps
+while the others wait, each round beginning with another one. A host may be twice as slow for some
+seconds: steps that wait for it can be compared only where all had the same seconds.
 """
 
 from __future__ import annotations
@@ -48,10 +50,15 @@ class Job:
     case: ModelCase
     contender: Contender
     metrics: dict[str, float | str] = field(default_factory=dict)
+    turns: int = 0  # that it wants
 
     def lose(self, error: NoAnswer) -> None:
         """Ours must not hang or die. What others do is told, and is no failure of this run."""
         self.metrics["failed" if self.contender.is_ours else "not_measured"] = str(error)
+
+    @property
+    def lost(self) -> bool:
+        return "failed" in self.metrics or "not_measured" in self.metrics
 
     def row(self) -> Row:
         return Row(self.case, self.contender.name, self.metrics)
@@ -101,10 +108,24 @@ def run_jobs(
             tell(f"{group[0].case}: {', '.join(job.contender.name for job in group)} prepare")
             ready = [(j, c) for j, c in preparing if _prepared(j, c, limits)]
             yield from (job for job, child in preparing if (job, child) not in ready)
+            for job, child in in_turns(ready):
+                tell(f"{job.case}: {job.contender.name}")
+                _timed(job, child, limits)
             for job, child in ready:
                 tell(f"{job.case}: {job.contender.name}")
                 _measured(job, child, limits)
                 yield job
+
+
+def in_turns(ready: Sequence[tuple[Job, Child]]) -> Iterator[tuple[Job, Child]]:
+    """Case by case, those of one case in turns."""
+    for case in dict.fromkeys(job.case for job, _ in ready):
+        mine = [(job, child) for job, child in ready if job.case == case]
+        for turn in range(max(job.turns for job, _ in mine)):
+            first = turn % len(mine)
+            for job, child in (*mine[first:], *mine[:first]):
+                if turn < job.turns and not job.lost:
+                    yield job, child
 
 
 def _environment(folder: Path, case: ModelCase) -> dict[str, str]:
@@ -133,10 +154,24 @@ def _prepared(job: Job, child: Child, limits: Limits) -> bool:
         child.close()
         return False
     job.metrics |= message.get("metrics", {})
+    job.turns = message.get("turns", 0)
     return "ready" in message
 
 
+def _timed(job: Job, child: Child, limits: Limits) -> None:
+    child.send("turn")
+    try:
+        message = child.receive(time.monotonic() + limits.measure_s)
+        job.metrics |= message.get("metrics", {})  # why it could not
+    except NoAnswer as error:
+        job.lose(error)
+    if job.lost:
+        child.close()
+
+
 def _measured(job: Job, child: Child, limits: Limits) -> None:
+    if job.lost:
+        return
     began = time.monotonic()
     child.send("measure")
     try:

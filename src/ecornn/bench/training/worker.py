@@ -1,8 +1,9 @@
 """One contender of one case, measured in a process of its own.
 
 `python -m ecornn.bench.training.worker PARENT` reads a request, a line of JSON, from its input;
-prepares; says `{"ready": true}`; waits for a line; measures, while nobody else does; says
-`{"metrics": …}`. Where it cannot, it says why instead. PARENT is the process that asks.
+prepares; says `{"ready": true, "turns": …}`, where it wants so many; times some steps at every line
+"turn", while nobody else does, and says `{"timed": …}`; measures the rest at the line "measure",
+and says `{"metrics": …}`. Where it cannot, it says why instead. PARENT is the process that asks.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ def serve(request: dict[str, Any], say: Say) -> None:
             job.prepare()
             # the clock of the process that asked: this one's start is part of it
             job.metrics["prepare_s"] = time.monotonic() - request["began"]
-            say({"ready": True})
-            if sys.stdin.readline():
+            say({"ready": True, "turns": job.effort.turns if job.takes_turns else 0})
+            while (line := sys.stdin.readline()) and json.loads(line) == "turn":
+                job.turn()
+                say({"timed": len(job.seconds)})
+            if line:
                 job.measure()
                 say({"metrics": job.metrics})
     except NotMeasurable as error:
