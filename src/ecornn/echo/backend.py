@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ecornn._version import __version__
 from ecornn.echo import masks
@@ -25,6 +26,8 @@ from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.recorded import Recorded, key_of
 from ecornn.echo.report import GraphReport, Report
 from ecornn.echo.rewrite import Modules
+from ecornn.echo.weight_products import views_of
+from ecornn.echo.weight_sums import WeightSums, why_not
 
 
 class FellBack(UserWarning):
@@ -50,7 +53,8 @@ class EchoBackend:
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
         self.report.add(told)
         recorded = Recorded(self._key_of(module, inputs))
-        partitioner = _Partition(self, told, recorded)
+        sums_refused = why_no_sums(self.calls, inputs)
+        partitioner = _Partition(self, told, recorded, adds_up=sums_refused is None)
         generate = _inductor if codegen == "inductor" else _eager
         try:
             compiled = generate(module, inputs, partitioner)
@@ -74,8 +78,11 @@ class EchoBackend:
 class _Partition:
     """Splits the joint graph of one traced graph, and tells its report."""
 
-    def __init__(self, backend: EchoBackend, told: GraphReport, recorded: Recorded) -> None:
+    def __init__(
+        self, backend: EchoBackend, told: GraphReport, recorded: Recorded, *, adds_up: bool
+    ) -> None:
         self.backend, self.told, self.recorded = backend, told, recorded
+        self.adds_up = adds_up  # the weights' gradients of its calls
 
     def __call__(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **settings: Any
@@ -87,14 +94,48 @@ class _Partition:
         self.told.decided(joint, decision)
         if decision.fallback is not None:
             _warn(self.told.name, decision)
+        modules = decision.modules
         if self.backend.options.masks == "bits":
-            return masks.in_bits(joint, decision, self.told)
-        return decision.modules
+            modules = masks.in_bits(joint, decision, self.told)
+        if self.adds_up:
+            self._add_up(modules, settings.get("static_lifetime_input_indices") or ())
+        return modules
+
+    def _add_up(self, modules: Modules, weights: Sequence[int]) -> None:
+        forward, backward = modules
+        output: Any
+        (output,) = backward.graph.find_nodes(op="output")
+        gradients: list[Any] = list(output.args[0])
+        owed = {k for k in weights if k < len(gradients) and gradients[k] is not None}
+        if owed:
+            sums = self.recorded.sums = WeightSums(owed, len(gradients), views_of(forward, owed))
+            self.told.sums = sums.told()
+
+    def before_compiling(self, backward: fx.GraphModule) -> None:
+        """torch has counted the results of the backward pass by then."""
+        sums = self.recorded.sums
+        if sums is not None and adds_in_any_order(self.told.codegen):
+            sums.in_any_order(backward)
+            self.told.sums = sums.told()
 
     def key(self) -> str:
         """Everything that a split depends on beside the graph."""
         options, calls, beside = self.backend.options, self.backend.calls, self.backend.beside_s
         return f"echo {options.memory!r} {calls} {beside!r} {sources_key()}"
+
+
+def adds_in_any_order(codegen: str) -> bool:
+    """Operators that are run one by one give eager's bits."""
+    return codegen != "eager"
+
+
+def why_no_sums(calls: int, inputs: Sequence[Any]) -> str | None:
+    """Why autograd adds the weights' gradients of a graph's calls; None if it need not."""
+    if calls == 1:
+        return "it is called once"
+    if any(is_traceable_wrapper_subclass(x) for x in inputs):
+        return "its tensors are made of others"
+    return why_not()
 
 
 def _warn(name: str, decision: Decision) -> None:
@@ -126,8 +167,9 @@ def _eager(
         return recorded.forward
 
     def backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        recorded.backward = one_by_one(module, inputs)
-        return recorded.backward
+        partition.before_compiling(module)
+        recorded.backward = run = one_by_one(module, inputs)
+        return run if recorded.sums is None else recorded.sums.around(run)
 
     compiler = aot_autograd(
         fw_compiler=forward,
@@ -170,7 +212,8 @@ def _inductor(
     # of compiled code, which is what takes long, stays.
     with functorch_config.patch(enable_autograd_cache=False):
         patches = {"custom_partitioner_fn": EchoPartitioner(partition, partition.key())}
-        watched = Watched(partition.told, partition.recorded)
+        often, changed = partition.backend.calls > 1, partition.before_compiling
+        watched = Watched(partition.told, partition.recorded, changed, often=often)
         compiled = compile_fx(module, inputs, inner_compile=watched, config_patches=patches)
     assert callable(compiled)
     return compiled

@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.launches import with_direct_launches
 from ecornn.echo.recorded import Recorded
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import Foretold, GraphReport
@@ -47,14 +48,25 @@ class Watched:
     """Has inductor compile the passes of one graph, writes down their code, and replays it to tell
     the report what they will hold."""
 
-    def __init__(self, told: GraphReport, recorded: Recorded) -> None:
-        self.told, self._recorded = told, recorded
+    def __init__(
+        self,
+        told: GraphReport,
+        recorded: Recorded,
+        before_backward: Callable[[fx.GraphModule], None],
+        *,
+        often: bool,
+    ) -> None:
+        """`often`: it is called many times in a step."""
+        self.told, self._recorded, self._before_backward = told, recorded, before_backward
+        self._often = often
         self._replay: Replay | None = None
         self._results: list[Any] = []
         self._kept: list[Any] = []
         self._weights: frozenset[int] = frozenset()
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        if settings.get("is_backward"):
+            self._before_backward(module)
         compiled = compile_fx_inner(module, inputs, **settings)
         try:
             code = _code_of(compiled)
@@ -67,7 +79,11 @@ class Watched:
         except NotUnderstood as error:
             self.told.foretold, self.told.not_foretold = None, str(error)
             self._replay = None
-        return compiled
+        if not self._often:
+            return compiled
+        run = with_direct_launches(compiled, inputs)
+        sums = self._recorded.sums if settings.get("is_backward") else None
+        return run if sums is None else sums.around(run)
 
     def _forward(self, code: Code, inputs: Sequence[Any], weights: Sequence[int]) -> None:
         replay = self._replay = Replay(inputs)
@@ -95,11 +111,15 @@ class Watched:
             return  # why is told already
         self._replay = None
         returned = replay.backward(code, self._kept, inputs)
-        gradients = [value for k, value in enumerate(returned) if k in self._weights]
+        # what stands in the place of a product's result is its factor
+        products = () if self._recorded.sums is None else self._recorded.sums.products
+        weights = self._weights - {product.weight for product in products}
+        gradients = [value for k, value in enumerate(returned) if k in weights]
+        later = sum(product.bytes for product in products)
         self.told.foretold = replace(
             forward,
-            backward=replay.ledger.most,
-            gradients=replay.ledger.bytes_of(gradients),
+            backward=replay.ledger.most + later,
+            gradients=replay.ledger.bytes_of(gradients) + later,
         )
         self.told.not_foretold = None
         self._results = []

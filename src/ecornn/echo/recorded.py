@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ecornn.echo.graph import number_of_the_call
 from ecornn.echo.replay import Code
+from ecornn.echo.weight_sums import WeightSums
 
 #: Operators that are run one by one, given a list that they empty; or what inductor has generated.
 Pass = Callable[[list[Any]], Any] | Code
@@ -23,6 +24,8 @@ class Recorded:
     results: int | None = None
     forward: Pass | None = None
     backward: Pass | None = None
+    #: What becomes of the backward pass's results before autograd has them.
+    sums: WeightSums | None = None
 
 
 def key_of(module: fx.GraphModule, inputs: Sequence[Any]) -> str:

@@ -28,6 +28,7 @@ from ecornn.echo.options import Options
 from ecornn.echo.rehearse import ModelCall, rehearsed
 from ecornn.echo.report import GraphReport
 from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
+from ecornn.echo.weight_sums import noting_calls
 from ecornn.errors import InvalidInput
 
 #: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
@@ -192,6 +193,8 @@ class Regions:
             self._backends[path] = backend
             run = alone(part.forward if path else part)
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
+            if calls > 1:
+                compiled = noting_calls(compiled)
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]

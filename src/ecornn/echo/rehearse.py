@@ -191,6 +191,9 @@ class _Part(torch.autograd.Function):
         arguments = [*ctx.numbers, *ctx.saved_tensors, *arriving]
         ctx.maybe_clear_saved_tensors()
         gradients = ctx.rehearsal._run(ctx.part.backward, arguments)
+        if ctx.part.sums is not None:
+            with ctx.rehearsal.mode:
+                gradients = ctx.part.sums.of_one_call(gradients)
         return None, None, *gradients
 
 

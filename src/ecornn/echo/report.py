@@ -80,6 +80,8 @@ class GraphReport:
     foretold: Foretold | None = None
     #: Why it is None, or says nothing of the backward pass.
     not_foretold: str | None = "not compiled yet"
+    #: How the weights' gradients of its calls are added up; None if autograd does it.
+    sums: str | None = None
 
     @property
     def predicted_peak_bytes(self) -> int | None:

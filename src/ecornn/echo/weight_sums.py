@@ -1,0 +1,272 @@
+"""The weights' gradients of a part that is called many times, added up before autograd sees them.
+
+For each call, autograd adds each weight's gradient to the sum of those before: a kernel for every
+weight and call, launched while the GPU waits. `WeightSums` adds all of a call's in one; or, where
+the order of adding is free, small ones of many calls in one, and runs the products that were taken
+out of the backward pass (`weight_products.py`) for many calls at once.
+Autograd gets nothing from a call but the last that it runs, which hands over the sums.
+
+Which call is the last is autograd's own knowledge, and asked of it: the node of each call is known
+from the forward pass, and torch tells which of them the running backward pass will execute. A call
+whose node is not known hands over its own gradients. Should a sum be left over at the end, that is
+an error and raised: gradients are not lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, fx
+
+from ecornn.echo.weight_products import Product, small_results, take_out
+from ecornn.errors import EcornnError
+
+#: So many calls' factors, and small gradients, wait to be made one sum: more would save few further
+#: launches and keep more memory.
+CALLS_AT_ONCE = 16
+#: Backward passes that may be under way at once, in threads or one within another.
+MOST_UNDER_WAY = 8
+
+
+class SumsLeftOver(EcornnError, RuntimeError):
+    """A backward pass ended before all calls of a part had handed over their gradients."""
+
+
+def why_not() -> str | None:
+    """What this torch lacks; None if nothing."""
+    names = ("_current_autograd_node", "_current_graph_task_id", "_will_engine_execute_node")
+    lacking = [name for name in names if not hasattr(torch._C, name)]
+    return f"torch {torch.__version__} has no {lacking[0]}" if lacking else None
+
+
+@dataclass
+class _UnderWay:
+    """One backward pass: calls that it will still run, and the sums of those that it has."""
+
+    waiting: set[int]
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    ours: bool = False  # nobody else refers to those sums that are added to one by one
+    #: Of calls that are not in the sums yet: what these are made of, in the order of the places;
+    #: and how often each had been written to when it was handed over.
+    calls: list[list[Tensor]] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
+
+    def check_versions(self) -> None:
+        if any(
+            [t._version for t in c] != v for c, v in zip(self.calls, self.versions, strict=True)
+        ):
+            raise RuntimeError(
+                "a tensor needed for gradients of weights was changed in place during the "
+                "backward pass, by a hook perhaps: change a copy of it instead"
+            )
+
+
+class WeightSums:
+    """Of one compiled graph. `results`: how many gradients its backward pass owes to autograd.
+    `changing`: names of what shares the weights' memory."""
+
+    def __init__(self, weights: Collection[int], results: int, changing: Collection[str]) -> None:
+        self.results, self._changing = results, frozenset(changing)
+        self.weights = tuple(sorted(weights))
+        #: Added one by one, in autograd's order and with its bits.
+        self.ordered = self.weights
+        #: Added, or multiplied, for many calls at once.
+        self.gathered: tuple[int, ...] = ()
+        self.products: tuple[Product, ...] = ()
+        self._places: dict[int, int] = {}  # of a call's results: where they stand among those kept
+        self._nodes: WeakSet[Any] = WeakSet()
+        self._stream: int | None = None
+        self._under_way: dict[int, _UnderWay] = {}
+        self._lock = Lock()
+
+    def in_any_order(self, backward: fx.GraphModule) -> None:
+        """Change the backward pass so that many calls' gradients are made at once: what is rounded
+        in between is rounded less often, and not as autograd would."""
+        small = small_results(backward, self.weights)
+        self.products = take_out(backward, self.weights, self._changing)
+        made = {product.weight for product in self.products}
+        self.gathered = tuple(k for k in small if k not in made)
+        self.ordered = tuple(k for k in self.weights if k not in made and k not in self.gathered)
+        factors = [factor.place for p in self.products for factor in (p.left, p.right)]
+        self._places = {place: i for i, place in enumerate((*self.gathered, *factors))}
+
+    def around(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The backward pass as autograd is to see it."""
+
+        def backward(arguments: list[Any]) -> Any:
+            return self._gradients(list(run(arguments)))
+
+        backward._boxed_call = True  # type: ignore[attr-defined]
+        return backward
+
+    def register(self, node: Any, stream: int | None) -> None:
+        """A call's node in autograd's graph, and the stream on which both of its passes run. Calls
+        on other streams are left to autograd, which lets them wait for each other."""
+        if stream != self._stream:
+            if self._nodes:
+                return
+            self._stream = stream
+        self._nodes.add(node)
+
+    def of_one_call(self, returned: list[Any]) -> list[Any]:
+        """Its gradients, without those of others."""
+        gradients = returned[: self.results]
+        for product in self.products:
+            left, right = ([returned[f.place]] for f in (product.left, product.right))
+            gradients[product.weight] = _result(product, _multiplied(product, left, right, None))
+        return gradients
+
+    def _gradients(self, returned: list[Any]) -> list[Any]:
+        node: Any = torch._C._current_autograd_node()
+        task: int = torch._C._current_graph_task_id()
+        if node is None or task < 0:
+            return self.of_one_call(returned)
+        if node not in self._nodes:
+            _BY_KIND[type(node)] = self  # from the next forward pass on its calls are known
+            return self.of_one_call(returned)
+        under_way = self._under_way.get(task) or self._begun(task)
+        under_way.waiting.discard(id(node))
+        self._add(under_way, returned)
+        last = not under_way.waiting
+        if last or len(under_way.calls) >= CALLS_AT_ONCE:
+            self._gather(under_way)
+        del returned[self.results :]
+        for k in self.weights:
+            returned[k] = under_way.sums[k] if last else None
+        if last:
+            for product in self.products:
+                returned[product.weight] = _result(product, returned[product.weight])
+            with self._lock:
+                self._under_way.pop(task, None)
+        return returned
+
+    def _begun(self, task: int) -> _UnderWay:
+        will = torch._C._will_engine_execute_node
+        begun = _UnderWay({id(node) for node in self._nodes if will(node)})
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._ended(task))
+        with self._lock:
+            self._under_way[task] = begun
+            # what raised in the middle of a backward pass has no end
+            while len(self._under_way) > MOST_UNDER_WAY:
+                del self._under_way[next(iter(self._under_way))]
+        return begun
+
+    def _ended(self, task: int) -> None:
+        with self._lock:
+            left = self._under_way.pop(task, None)
+        if left is not None:
+            raise SumsLeftOver(
+                f"the backward pass ended while {len(left.waiting)} calls of a compiled part had "
+                "not run, and the gradients of its weights are incomplete; this is a defect of "
+                "Echo: compile with torch.compile(…, backend='echo') until it is mended"
+            )
+
+    def _add(self, under_way: _UnderWay, returned: list[Any]) -> None:
+        if self._places:
+            kept = [returned[place] for place in self._places]
+            under_way.calls.append(kept)
+            under_way.versions.append(_versions(kept))
+        if not self.ordered:
+            return
+        more, sums = [returned[k] for k in self.ordered], under_way.sums
+        if under_way.ours:
+            torch._foreach_add_([sums[k] for k in self.ordered], more)
+            return
+        if self.ordered[0] in sums:  # two weights may have been given one tensor
+            more = list(torch._foreach_add([sums[k] for k in self.ordered], more))
+            under_way.ours = True
+        sums.update(zip(self.ordered, more, strict=True))
+
+    def _gather(self, under_way: _UnderWay) -> None:
+        """All calls that are waiting for it into the sums."""
+        if not under_way.calls:
+            return
+        under_way.check_versions()
+        sums = under_way.sums
+        columns = list(zip(*under_way.calls, strict=True))
+        for k in self.gathered:
+            column = columns[self._places[k]]
+            found = column[0] if len(column) == 1 else torch.stack(column).sum(0)
+            sums[k] = found if k not in sums else sums[k] + found
+        for product in self.products:
+            left, right = (columns[self._places[f.place]] for f in (product.left, product.right))
+            sums[product.weight] = _multiplied(product, left, right, sums.get(product.weight))
+        under_way.calls.clear()
+        under_way.versions.clear()
+
+    def told(self) -> str:
+        said = f"the gradients of {len(self.weights)} weights are added up over its calls"
+        if not self._places:
+            return said
+        return (
+            f"{said}, {CALLS_AT_ONCE} calls at once, those of {len(self.products)} by one product"
+        )
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+def _multiplied(
+    product: Product,
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    before: Tensor | None,
+) -> Tensor:
+    """Of several calls, added to `before`. Written to `out`, which autocast leaves alone."""
+    left = product.left.of_calls(lefts, left=True)
+    right = product.right.of_calls(rights, left=False)
+    if before is not None and before.dtype is left.dtype:
+        return torch.addmm(before, left, right, out=before)
+    found = left.new_empty(product.size)
+    torch.mm(left, right, out=found)
+    if before is not None:
+        return before.add_(found)
+    return found if found.dtype is product.dtype else found.to(product.dtype)
+
+
+def _result(product: Product, found: Tensor) -> Tensor:
+    return found.t() if product.turned else found
+
+
+#: By the kind of node that torch has made for a compiled graph.
+_BY_KIND: WeakKeyDictionary[type, WeightSums] = WeakKeyDictionary()
+
+
+def noting_calls(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Around a compiled part: each call's node is made known to the sums of its graph."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        if _BY_KIND and torch.is_grad_enabled():
+            _note(result)
+        return result
+
+    return called
+
+
+def _current_stream(near: Tensor) -> int | None:
+    if not near.is_cuda:
+        return None
+    return int(torch._C._cuda_getCurrentRawStream(near.get_device()))
+
+
+def _note(result: Any) -> bool:
+    if isinstance(result, Tensor):
+        node = result.grad_fn
+        sums = None if node is None else _BY_KIND.get(type(node))
+        if sums is None:
+            return False
+        sums.register(node, _current_stream(result))
+        return True
+    if isinstance(result, dict):
+        result = result.values()
+    elif not isinstance(result, (tuple, list)):
+        return False
+    return any(map(_note, result))
