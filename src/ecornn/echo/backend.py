@@ -26,6 +26,7 @@ from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.recorded import Recorded, key_of
 from ecornn.echo.report import GraphReport, Report
 from ecornn.echo.rewrite import Modules
+from ecornn.echo.vectors import without_vector_products
 from ecornn.echo.weight_products import views_of
 from ecornn.echo.weight_sums import WeightSums, why_not
 
@@ -88,6 +89,8 @@ class _Partition:
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **settings: Any
     ) -> Modules:
         self.recorded.results = num_fwd_outputs
+        if adds_in_any_order(self.told.codegen):
+            without_vector_products(joint)
         backend = self.backend
         request = Request(backend.options.memory, backend.calls, settings, backend.beside_s)
         decision = decide(joint, inputs, num_fwd_outputs, request)
@@ -212,8 +215,7 @@ def _inductor(
     # of compiled code, which is what takes long, stays.
     with functorch_config.patch(enable_autograd_cache=False):
         patches = {"custom_partitioner_fn": EchoPartitioner(partition, partition.key())}
-        often, changed = partition.backend.calls > 1, partition.before_compiling
-        watched = Watched(partition.told, partition.recorded, changed, often=often)
+        watched = Watched(partition.told, partition.recorded, partition.before_compiling)
         compiled = compile_fx(module, inputs, inner_compile=watched, config_patches=patches)
     assert callable(compiled)
     return compiled

@@ -52,13 +52,9 @@ class Watched:
         self,
         told: GraphReport,
         recorded: Recorded,
-        before_backward: Callable[[fx.GraphModule], None],
-        *,
-        often: bool,
+        before_backward: Callable[[fx.GraphModule], None] = lambda _: None,
     ) -> None:
-        """`often`: it is called many times in a step."""
         self.told, self._recorded, self._before_backward = told, recorded, before_backward
-        self._often = often
         self._replay: Replay | None = None
         self._results: list[Any] = []
         self._kept: list[Any] = []
@@ -79,8 +75,6 @@ class Watched:
         except NotUnderstood as error:
             self.told.foretold, self.told.not_foretold = None, str(error)
             self._replay = None
-        if not self._often:
-            return compiled
         run = with_direct_launches(compiled, inputs)
         sums = self._recorded.sums if settings.get("is_backward") else None
         return run if sums is None else sums.around(run)

@@ -1,4 +1,4 @@
-"""Fewer questions at each launch, for compiled code that is called many times in a step.
+"""Fewer questions at each launch of compiled code.
 
 Each launch of a kernel goes through its tuner, which asks whether it has been tuned, is to be
 written down, interpreted or debugged; and each call checks the sizes of what it was given and of

@@ -27,6 +27,7 @@ from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, Ledger, callable_of
 from ecornn.echo.twin import alone, device_of, draws_kept, without_numbers
+from ecornn.echo.weight_sums import WeightSums
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,13 @@ class Rehearsal:
     model: nn.Module
     functions: Callable[[], Any] | None = None
     _runs: dict[int, Callable[[list[Any]], Any]] = field(default_factory=dict)
+    _sums: dict[int, WeightSums] = field(default_factory=dict)
 
     def end(self) -> None:
         """torch's compiler keeps the backend, and what it refers to, for as long as it runs."""
         self.parts, self.model, self.functions = {}, nn.Module(), None
         self._runs.clear()
+        self._sums.clear()
 
     def call(self, call: ModelCall, given: Any) -> Any:
         args, kwargs = given
@@ -149,7 +152,17 @@ class Rehearsal:
             if part.forward is None:
                 raise NotUnderstood("a compiled part does not show what it runs")
             return tuple(self._run(part.forward, list(given)))
-        return _Part.apply(self, part, *given)
+        sums = self._sums_of(part)
+        results = _Part.apply(self, part, sums, *given)
+        if sums is not None:
+            nodes = (r.grad_fn for r in results if isinstance(r, Tensor))
+            sums.register(next(node for node in nodes if node is not None), None)
+        return results
+
+    def _sums_of(self, part: Recorded) -> WeightSums | None:
+        if part.sums is None or not torch.is_grad_enabled():
+            return None
+        return self._sums.setdefault(id(part), part.sums.anew())
 
     def _run(self, what: Pass, arguments: list[Any]) -> list[Any]:
         if id(what) not in self._runs:
@@ -173,28 +186,37 @@ class _Part(torch.autograd.Function):
     """Both passes of a compiled part, as AOTAutograd calls them."""
 
     @staticmethod
-    def forward(ctx: Any, rehearsal: Rehearsal, part: Recorded, *given: Any) -> Any:
+    def forward(
+        ctx: Any, rehearsal: Rehearsal, part: Recorded, sums: WeightSums | None, *given: Any
+    ) -> Any:
         assert part.forward is not None
         assert part.results is not None
         returned = rehearsal._run(part.forward, list(given))
         results, kept = returned[: part.results], returned[part.results :]
-        ctx.rehearsal, ctx.part = rehearsal, part
+        ctx.rehearsal, ctx.part, ctx.sums = rehearsal, part, sums
         ctx.numbers = [value for value in kept if not isinstance(value, Tensor)]
         ctx.save_for_backward(*(value for value in kept if isinstance(value, Tensor)))
         ctx.mark_non_differentiable(*(r for r in results if not _differentiable(r)))
         return tuple(results)
 
+    #: Newer versions of torch hand a compiled pass what arrives in a list, for it to give up.
+    boxed_grads_call = True
+
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> Any:
+        boxed = hasattr(torch.autograd.Function, "boxed_grads_call")
+        arrived: list[Any] = tangents[0] if boxed else list(tangents)
         with ctx.rehearsal.mode:  # as AOTAutograd does: what is expanded takes memory of its own
-            arriving = [t.contiguous() if 0 in t.stride() else t for t in tangents if t is not None]
+            arriving = [t.contiguous() if 0 in t.stride() else t for t in arrived if t is not None]
         arguments = [*ctx.numbers, *ctx.saved_tensors, *arriving]
+        arrived.clear()
+        del arriving
         ctx.maybe_clear_saved_tensors()
         gradients = ctx.rehearsal._run(ctx.part.backward, arguments)
-        if ctx.part.sums is not None:
+        if ctx.sums is not None:
             with ctx.rehearsal.mode:
-                gradients = ctx.part.sums.of_one_call(gradients)
-        return None, None, *gradients
+                gradients = ctx.sums.handed_over(gradients)
+        return None, None, None, *gradients
 
 
 def _differentiable(value: Any) -> bool:

@@ -95,11 +95,18 @@ class WeightSums:
         factors = [factor.place for p in self.products for factor in (p.left, p.right)]
         self._places = {place: i for i, place in enumerate((*self.gathered, *factors))}
 
+    def anew(self) -> WeightSums:
+        """For other calls of the same passes."""
+        other = WeightSums(self.weights, self.results, self._changing)
+        other.ordered, other.gathered = self.ordered, self.gathered
+        other.products, other._places = self.products, self._places
+        return other
+
     def around(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """The backward pass as autograd is to see it."""
 
         def backward(arguments: list[Any]) -> Any:
-            return self._gradients(list(run(arguments)))
+            return self.handed_over(list(run(arguments)))
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward
@@ -121,7 +128,8 @@ class WeightSums:
             gradients[product.weight] = _result(product, _multiplied(product, left, right, None))
         return gradients
 
-    def _gradients(self, returned: list[Any]) -> list[Any]:
+    def handed_over(self, returned: list[Any]) -> list[Any]:
+        """What autograd gets of a call, for what its backward pass has returned."""
         node: Any = torch._C._current_autograd_node()
         task: int = torch._C._current_graph_task_id()
         if node is None or task < 0:

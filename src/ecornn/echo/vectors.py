@@ -1,0 +1,90 @@
+"""Products with a vector, written as multiplications and sums, for code that is compiled.
+
+The scores of attention are a product of many rows with one vector; its gradients are a product with
+a vector, and one of two vectors. As products they run in torch's library, which reads and writes
+the large factor in memory, although it was made by an elementwise operator just before and could be
+made again; and each is a launch. As sums they are part of the kernels around them. They are summed
+in float32 then, never in TF32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+
+def without_vector_products(joint: fx.GraphModule) -> int:
+    """Change a graph; how many products were replaced."""
+    replaced = 0
+    for node in joint.graph.find_nodes(op="call_function", target=aten.mm.default):
+        steps = _steps_for(*map(_size, node.args))
+        if steps is not None:
+            _replace(joint, node, steps)
+            replaced += 1
+    if replaced:
+        joint.graph.lint()
+        joint.recompile()
+    return replaced
+
+
+Call = Callable[..., fx.Node]
+Steps = Callable[[Call, fx.Node, fx.Node], fx.Node]
+
+
+def _steps_for(left: Any, right: Any) -> Steps | None:
+    if left is None or right is None:
+        return None
+    if _is_one(left[1]):
+        return _outer
+    if _is_one(right[1]):
+        return _with_column
+    return _with_row if _is_one(left[0]) else None
+
+
+def _is_one(size: Any) -> bool:
+    """A symbol's number is not asked for: the graph would be compiled for it alone."""
+    return isinstance(size, int) and size == 1
+
+
+def _outer(call: Call, left: fx.Node, right: fx.Node) -> fx.Node:
+    return call(aten.mul.Tensor, left, right)
+
+
+def _with_column(call: Call, left: fx.Node, right: fx.Node) -> fx.Node:
+    each = call(aten.mul.Tensor, left, call(aten.permute.default, right, [1, 0]))
+    return call(aten.sum.dim_IntList, each, [1], True)
+
+
+def _with_row(call: Call, left: fx.Node, right: fx.Node) -> fx.Node:
+    each = call(aten.mul.Tensor, call(aten.permute.default, left, [1, 0]), right)
+    return call(aten.sum.dim_IntList, each, [0], True)
+
+
+def _replace(joint: fx.GraphModule, product: fx.Node, steps: Steps) -> None:
+    def call(target: Any, *args: Any) -> fx.Node:
+        made = joint.graph.call_function(target, args)
+        made.meta = dict(product.meta)
+        given = (a.meta["val"] if isinstance(a, fx.Node) else a for a in args)
+        made.meta["val"] = target(*given)
+        made.meta.pop("tensor_meta", None)
+        return made
+
+    with joint.graph.inserting_before(product):
+        left, right = product.args
+        result = steps(call, left, right)  # type: ignore[arg-type]
+    product.replace_all_uses_with(result)
+    joint.graph.erase_node(product)
+
+
+def _size(node: Any) -> tuple[Any, Any] | None:
+    """Of a matrix of float32. Narrower numbers would be rounded before they are summed."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor) or value.dtype is not torch.float32:
+        return None
+    rows, columns = value.shape
+    return rows, columns

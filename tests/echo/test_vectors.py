@@ -1,0 +1,58 @@
+"""Products with a vector become multiplications and sums, and mean the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ecornn.echo.vectors import without_vector_products
+
+aten = torch.ops.aten
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    return torch.mm(left, right).tanh()
+
+
+@pytest.mark.parametrize("symbols", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "sums"),
+    [(7, 5, 1, 1), (1, 5, 7, 1), (7, 1, 5, 0), (1, 5, 1, 1), (1, 1, 1, 0)],
+)
+def test_the_same_numbers(rows: int, inner: int, columns: int, sums: int, symbols: bool) -> None:
+    left, right = torch.randn(rows, inner), torch.randn(inner, columns)
+    mode = "symbolic" if symbols else "fake"
+    traced = make_fx(product, tracing_mode=mode)(left, right)
+    assert without_vector_products(traced) == 1
+    targets = [node.target for node in traced.graph.nodes]
+    assert aten.mm.default not in targets
+    assert targets.count(aten.sum.dim_IntList) == sums
+    expected = product(left.double(), right.double())
+    torch.testing.assert_close(traced(left, right).double(), expected, rtol=1e-5, atol=1e-6)
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            assert isinstance(node.meta["val"], Tensor), "later stages read the sizes"
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"),
+    [(7, 6, torch.float32), (7, 1, torch.bfloat16), (7, 1, torch.float64)],
+)
+def test_others_stay(rows: int, columns: int, dtype: torch.dtype) -> None:
+    given = torch.randn(rows, 5, dtype=dtype), torch.randn(5, columns, dtype=dtype)
+    traced = make_fx(product, tracing_mode="fake")(*given)
+    assert without_vector_products(traced) == 0
+    assert aten.mm.default in [node.target for node in traced.graph.nodes]
+
+
+def test_a_transposed_factor_and_several_readers() -> None:
+    def scores(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch.mm(x.tanh(), w.t())
+        return found.exp(), found.sum()
+
+    x, w = torch.randn(6, 4), torch.randn(1, 4)
+    traced = make_fx(scores, tracing_mode="fake")(x, w)
+    assert without_vector_products(traced) == 1
+    torch.testing.assert_close(traced(x, w), scores(x, w))
