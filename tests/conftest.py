@@ -36,9 +36,7 @@ def _leave_what_is_older_to_others() -> None:
 UNMEASURED_FILES = {
     "tests/bench/profiling/test_measure.py",
     "tests/cli/test_fit.py",
-    "tests/echo/analysis/test_liveness.py",
     "tests/echo/analysis/test_repetition.py",
-    "tests/echo/plan/test_estimate.py",
     "tests/echo/test_attack.py",
     "tests/echo/test_backend.py",
     "tests/echo/test_pipeline.py",
