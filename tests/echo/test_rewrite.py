@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module, make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -23,7 +20,6 @@ from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.rewrite import duplicate, split
 from ecornn.echo.schedule import FOR_ALL
 from ecornn.echo.verify import differences
-from support.programs import PROGRAMS, function_of, two_hundred
 
 
 class Decoder(nn.Module):
@@ -89,10 +85,10 @@ class Compiled:
 
 
 def echo_partition(
-    joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, window: int = FOR_ALL, **_: Any
+    joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     passes = Passes(read_graph(joint), num_fwd_outputs)
-    modules = split(duplicate(joint), passes, bidirectional(passes), window)
+    modules = split(duplicate(joint), passes, bidirectional(passes), FOR_ALL)
     assert differences(joint, passes, modules) == []
     return modules
 
@@ -149,36 +145,6 @@ def test_an_attention_decoder_keeps_less_than_torchs_partitions(steps: int) -> N
     # and what is made again is not held all at once
     assert peak["echo"] < peak["min-cut"]
     assert peak["echo"] < peak["all"]
-
-
-class _Module(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        return self.function(x, y)
-
-
-@two_hundred
-@given(program=PROGRAMS, two_results=st.booleans(), window=st.sampled_from([0, 3, FOR_ALL]))
-def test_random_programs(
-    program: list[tuple[str, int, int]], two_results: bool, window: int
-) -> None:
-    """In float64, so that what was fused or ordered otherwise does not blur what is wrong."""
-    function = function_of(program, two_results=two_results)
-    torch.manual_seed(1)
-    x, y = (torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    found = []
-    partition = functools.partial(echo_partition, window=window)
-    for run in (function, Compiled(_Module(function), partition).run):
-        torch.manual_seed(2)
-        results = run(x, y)
-        results = results if isinstance(results, tuple | list) else (results,)
-        loss = sum((r * torch.linspace(-1, 1, r.numel()).view_as(r)).sum() for r in results)
-        found.append([*results, *torch.autograd.grad(loss, (x, y))])
-    for eager, split_ in zip(*found, strict=True):
-        torch.testing.assert_close(split_, eager, rtol=1e-10, atol=1e-10)
 
 
 def test_gradients_with_dropout_are_those_of_finite_differences() -> None:

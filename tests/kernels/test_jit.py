@@ -122,7 +122,9 @@ def _build_in_a_process(folder: Path, start: object) -> None:
 
 def test_many_processes_may_build_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
-    context = multiprocessing.get_context("spawn")
+    # forked from one process that has imported what they need: in each anew it would take seconds
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "ecornn.kernels.jit"])
     start = context.Barrier(4)
     processes = [
         context.Process(target=_build_in_a_process, args=(folder, start)) for _ in range(4)

@@ -1,4 +1,5 @@
-"""The simulated peak of a graph is the peak of a run of it, byte for byte."""
+"""The simulated peak of a graph is the peak of a run of it, byte for byte; random graphs are in
+`tests/echo/test_random_programs.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_function, aot_module, make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -17,34 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.graph import Graph, NotUnderstood, Operation, read_graph
-from support.programs import PROGRAMS, function_of, two_hundred
-
-
-class Replay(fx.Interpreter):
-    """Runs a graph on real tensors as its generated code would: gives results up after their last
-    use, those that nobody uses at once; and counts."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.bytes_at: list[int] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        for node in [node for node in self.env if not node.users]:
-            del self.env[node]
-        result = super().run_node(n)
-        if n.op == "output":
-            return result
-        held: dict[int, int] = {}
-        # what a placeholder will get is held before its turn comes
-        waiting = list(self.args_iter) if n.op == "placeholder" else []
-        if n.op == "placeholder":
-            self.args_iter = iter(waiting)
-        for tensor in tree_leaves([*self.env.values(), result, waiting]):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                held[storage._cdata] = storage.nbytes()
-        self.bytes_at.append(sum(held.values()))
-        return result
+from support.replay import assert_simulated_as_replayed
 
 
 def graphs_of(
@@ -66,18 +38,6 @@ def graphs_of(
     torch.autograd.backward(outputs, [torch.randn_like(t) for t in outputs])
     assert len(found) == 2
     return found
-
-
-def assert_simulated_as_replayed(module: fx.GraphModule, inputs: list[Any]) -> None:
-    graph = read_graph(module)
-    replay = Replay(module)
-    with torch.no_grad():
-        replay.run(*inputs)
-    # the replay's caller holds the inputs in the list
-    simulated = simulate(graph, ())
-    assert list(simulated.bytes_at) == replay.bytes_at
-    assert simulated.peak_bytes == max(replay.bytes_at)
-    assert simulate(graph, graph.inputs).peak_bytes >= simulated.peak_bytes
 
 
 class Attention(nn.Module):
@@ -129,14 +89,6 @@ def test_models(name: str, partition: Any) -> None:
     model, inputs = MODELS[name]()
     for module, given_inputs in graphs_of(model, *inputs, partition=partition):
         assert_simulated_as_replayed(module, given_inputs)
-
-
-@two_hundred
-@given(program=PROGRAMS, two_results=st.booleans())
-def test_random_programs(program: list[tuple[str, int, int]], two_results: bool) -> None:
-    x, y = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
-    for module, inputs in graphs_of(function_of(program, two_results=two_results), x, y):
-        assert_simulated_as_replayed(module, inputs)
 
 
 def make(operations: list[tuple[str, tuple[int, ...], tuple[int, ...]]], *storages: int) -> Graph:

@@ -4,65 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor
 
-from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.estimate import Plan, estimate
 from ecornn.echo.plan.prices import one_by_one
-from ecornn.echo.rewrite import split
 from ecornn.echo.schedule import FOR_ALL, backward_program, saved
 from support.joints import joint_of, leaf
-from support.programs import PROGRAMS, function_of, two_hundred
-
-
-def peaks_of_graphs(joint: fx.GraphModule, passes: Passes, plan: Plan) -> tuple[int, int]:
-    forward, backward = (read_graph(m) for m in split(joint, passes, plan.kept, plan.window))
-    own = {forward.operations[i].name for i in forward.inputs}
-    held = [i for i in backward.inputs if backward.operations[i].name in own]
-    beside = sum(
-        held_by_the_caller_alone(passes, {backward.operations[i].name for i in backward.inputs})
-    )
-    return simulate(forward, forward.inputs).peak_bytes, simulate(
-        backward, held
-    ).peak_bytes + beside
-
-
-def held_by_the_caller_alone(passes: Passes, taken: set[str]) -> list[int]:
-    """Bytes of inputs and results that the backward graph, which is given these names, does not
-    get."""
-    graph, outputs = passes.graph, passes.graph.outputs[: passes.forward_outputs]
-    whose = [i for i in graph.inputs if i not in passes.backward]
-    whose += [i for i in outputs if i is not None]
-    arriving = [
-        op for i, op in enumerate(graph.operations) if i not in passes.backward and op.name in taken
-    ]
-    gets = {s for op in arriving for s in op.holds}
-    held = {s for i in whose for s in graph.operations[i].holds}
-    return [graph.storages[s] for s in held - gets]
-
-
-@two_hundred
-@given(
-    program=PROGRAMS,
-    two_results=st.booleans(),
-    window=st.sampled_from([0, 2, 5, FOR_ALL]),
-    echo=st.booleans(),
-)
-def test_estimated_peaks_are_those_of_the_graphs(
-    program: list[tuple[str, int, int]], two_results: bool, window: int, echo: bool
-) -> None:
-    x, y = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
-    joint = joint_of(function_of(program, two_results=two_results), x, y)
-    passes = Passes(read_graph(joint), 2 if two_results else 1)
-    plan = Plan("", bidirectional(passes) if echo else passes.needed, window)
-    found = estimate(passes, plan, one_by_one([0.0] * len(passes.graph.operations)))
-    both = found.forward_peak, found.backward_peak + found.beside
-    assert both == peaks_of_graphs(joint, passes, plan)
 
 
 def far_apart(x: Tensor, w: Tensor) -> Tensor:

@@ -80,6 +80,24 @@ def for_cpu(name: str, text: str) -> str:
     return text
 
 
+COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
+
+
+def compiled(*arguments: str) -> None:
+    made = subprocess.run([*COMPILER, *arguments], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[:3000]
+
+
+@cache
+def headers(folder: Path) -> Path:
+    """Where `cuda_on_cpu.h` lies with what the compiler made of it, and so of the standard library:
+    read anew it takes half of a kernel's compilation."""
+    header = folder / "cuda_on_cpu.h"
+    shutil.copy(HERE / header.name, header)
+    compiled("-x", "c++-header", str(header), "-o", f"{header}.gch")
+    return folder
+
+
 @cache
 def built(tile: Tile, folder: Path) -> Any:
     """The launch function of a tile's kernel."""
@@ -94,8 +112,8 @@ def built(tile: Tile, folder: Path) -> Any:
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     element = "unsigned short" if tile.element_bytes == 2 else "unsigned"
     (here / "main.cpp").write_text(
-        f'''{defined}#include "cuda_on_cpu.h"
-using Exchanged = {element};
+        f'''#include "cuda_on_cpu.h"
+{defined}using Exchanged = {element};
 #include "{tile.kernel}.cu"
 extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, unsigned groups,
                    unsigned directions, const uintptr_t* exchanged, int missing, double seconds) {{
@@ -105,14 +123,8 @@ extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, u
 '''
     )
     library = here / "kernel.so"
-    command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread", f"-I{HERE}"]
-    made = subprocess.run(
-        [*command, f"-I{here}", "-o", str(library), str(here / "main.cpp")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr[:3000]
+    includes = (f"-I{headers(folder)}", f"-I{HERE}", f"-I{here}")
+    compiled("-shared", *includes, "-o", str(library), str(here / "main.cpp"))
     return ctypes.CDLL(str(library)).run
 
 
