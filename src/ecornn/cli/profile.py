@@ -182,7 +182,7 @@ def observe(
             with users_code("the step", where):
                 for number in range(warm_up):
                     progress.update(bar, description=f"warm-up step {number + 1} of {warm_up}")
-                    prepared.step()
+                    prepared.warm_up()
                 progress.update(bar, description="observing one step")
                 return profile(
                     prepared.step,

@@ -58,6 +58,7 @@ from ecornn.profiler.places import (
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.storages import PLAIN, STRIDED, Ledger, Record, parts, within_reach
 from ecornn.profiler.threads import Makers
+from ecornn.profiler.without_numbers import Rules
 
 if TYPE_CHECKING:
     from ecornn.profiler.trace import Trace
@@ -103,6 +104,8 @@ class Collector(TorchDispatchMode):
         self._lines = Lines()
         #: By identity, which the values hold on to: an operator's own hash runs in Python.
         self._operators: dict[int, Operator] = {}
+        #: What runs in the stead of torch's kernels where those need numbers.
+        self._rules = Rules()
         #: By who made a node, and its number.
         self._origins: dict[tuple[int, int], Origin] = {}
         #: Likewise for a node of compiled code, what it keeps; and of how many nobody knows.
@@ -182,6 +185,7 @@ class Collector(TorchDispatchMode):
                 *elsewhere_notes(self.ledger.elsewhere),
                 *compiled_notes(saw_compiled=self.saw_compiled, unread=self.unread),
                 *packed_notes(self.graph.packed),
+                *self._rules.notes,
             ],
             self.trace,
         )
@@ -257,7 +261,7 @@ class Collector(TorchDispatchMode):
         return any(watch is not None and watch() is not None for watch in watches)
 
     def _describe(self, func: Any) -> Operator:
-        operator = self._operators[id(func)] = describe(func)
+        operator = self._operators[id(func)] = describe(func, self._rules.of(func))
         return operator
 
     def _place(self, operator: Operator) -> tuple[str, Line | None, str]:
