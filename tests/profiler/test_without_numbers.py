@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -179,6 +181,33 @@ def test_what_the_cpu_refuses_is_refused(
         F.ctc_loss(*given, frames, texts)
     with meta_kernels(), pytest.raises(RuntimeError, match=message):
         F.ctc_loss(*(one.to("meta") for one in given), frames, texts)
+
+
+def test_the_compiler_is_not_loaded_for_it() -> None:
+    code = (
+        "import sys, torch\n"
+        "from ecornn.profiler import meta_kernels\n"
+        "with meta_kernels(): torch.ones(3) + 1\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_compiled_part_runs_as_compiled() -> None:
+    """Also if it is compiled within."""
+    torch._dynamo.reset()
+    compiled: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    with meta_kernels():
+        function(torch.ones(3, device="meta"))
+    function(torch.ones(3, device="meta"))
+    assert len(compiled) == 1
+    torch._dynamo.reset()
 
 
 def test_nothing_of_it_stays() -> None:

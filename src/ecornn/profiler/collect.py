@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecornn.profiler import allocator, kept, operators, places, storages, threads
+from ecornn.profiler import (
+    allocator,
+    kept,
+    operators,
+    places,
+    storages,
+    threads,
+    without_numbers,
+)
 from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
 from ecornn.profiler.inventory import contents_of
@@ -138,8 +146,8 @@ class Collector(TorchDispatchMode):
     ) -> Collector:
         kind = Collector
         if "torch._dynamo" in sys.modules:
-            ours = (sys.modules[__name__], storages, kept, allocator, operators, places, threads)
-            alone = passed_over_by_compiler(*ours)
+            ours = (storages, kept, allocator, operators, places, threads, without_numbers)
+            alone = passed_over_by_compiler(sys.modules[__name__], *ours)
             kind = CollectorBesideCompiler if alone else WrappedCollector
         return kind(model, optimizers, device, every)
 

@@ -6,6 +6,7 @@ dispatcher is given nothing.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
@@ -17,6 +18,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ecornn.errors import InvalidInput
+from ecornn.profiler.places import passed_over_by_compiler
 
 aten = torch.ops.aten
 Lengths = Tensor | Sequence[int]
@@ -131,12 +133,19 @@ def _frames(given: Lengths, log_probs: Tensor) -> list[int]:
 
 class MetaKernels(TorchDispatchMode):
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would load its compiler to keep it out; where it is loaded, we keep it out."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __init__(self) -> None:
         super().__init__()
         self._rules = Rules()
+        if "torch._dynamo" in sys.modules:
+            passed_over_by_compiler(sys.modules[__name__])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._rules.of(func) or func)(*args, **(kwargs or {}))
