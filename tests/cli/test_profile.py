@@ -44,6 +44,23 @@ def raises():
         raise KeyError("the reason")
     return step, model
 
+def raises_once():
+    step, model, optimizer = make_step()
+    calls = []
+    def first_fails():
+        calls.append(1)
+        step()
+        if len(calls) == 1:
+            raise KeyError("only at first")
+    return first_fails, model
+
+def too_large():
+    _, model, _ = make_step()
+    def step():
+        kept = model(torch.zeros(3, 16))
+        torch.empty(2**60)
+    return step, model
+
 def reads():
     _, model, _ = make_step()
     return (lambda: model(torch.zeros(3, 16)).sum().item()), model
@@ -121,10 +138,9 @@ def test_the_batch_reaches_the_function_and_reports_are_compared() -> None:
     assert "Memory of a training step: 8 and 512" in Path("change.html").read_text()
 
 
-def test_a_step_that_raises_is_told_with_the_report_up_to_there() -> None:
-    result = run(
-        "steps_here:raises", *("--device", "cpu", "--warm-up", "0", "--out", "report.json")
-    )
+@pytest.mark.parametrize("warm_up", [(), ("--warm-up", "0")])
+def test_a_step_that_raises_is_told_with_the_report_up_to_there(warm_up: tuple[str, ...]) -> None:
+    result = run("steps_here:raises", *("--device", "cpu", *warm_up, "--out", "report.json"))
     assert result.exit_code == 1
     assert "KeyError: 'the reason'" in result.output
     assert "steps_here.py" in result.output
@@ -135,9 +151,17 @@ def test_a_step_that_raises_is_told_with_the_report_up_to_there() -> None:
     assert report.peak_bytes > 0
 
 
+def test_a_step_that_runs_out_of_memory_shows_where_it_went() -> None:
+    result = run("steps_here:too_large", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "try --device meta" in result.output
+    assert "feature maps" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
+        (["steps_here:raises_once", "--device", "cpu"], 1, "KeyError: 'only at first'"),
         (["steps_here:reads", "--device", "meta"], 1, "try --device cpu"),
         (["steps_here:broken"], 1, "broken() raised ZeroDivisionError"),
         (["faulty_here:f"], 1, "importing faulty_here raised SyntaxError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +136,21 @@ def test_what_cannot_be_profiled_is_refused() -> None:
         profile(lambda: None, nn.Linear(1, 1), 3)  # type: ignore[call-overload]
     with pytest.raises(InvalidInput, match="found when it takes a step"):
         profile(lambda: None, nn.Linear(1, 1), [object()])  # type: ignore[list-item]
+
+
+async def awaits() -> None: ...
+
+
+async def yields() -> AsyncIterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("step", [awaits, yields])
+def test_a_step_of_which_nothing_would_run_is_refused(step: Any) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(InvalidInput, match=r"asynchronous function, .*asyncio\.run"):
+        profile(step, model)
+    assert is_untouched(model)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,15 @@ def test_a_plain_loop_is_observed_at_one_step_alone() -> None:
         ProfileAt(-1, loop.model)
 
 
+def test_a_model_that_counts_as_empty_is_still_the_model() -> None:
+    """A container without layers has the length 0, and weights all the same."""
+    model = nn.Sequential()
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    with ProfileAt(0, model) as watch:
+        (model.scale * 2).sum().backward()
+    assert watch.report.by_kind()["weights"] == 12
+
+
 def test_a_step_of_a_loop_that_breaks() -> None:
     loop = Loop()
     watch = ProfileAt(0, loop.model)

@@ -281,6 +281,32 @@ def test_functions_of_the_program() -> None:
     ]
 
 
+def test_layers_that_take_another_way_beside_hooks_take_their_own() -> None:
+    """Such as a teacher in evaluation mode: each of its layers is one operator."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    teacher = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    model = nn.ModuleDict({"teacher": teacher, "student": nn.Linear(32, 32)})
+    x = torch.randn(4, 6, 32)
+    told: list[Tensor] = []
+
+    def step() -> None:
+        with torch.no_grad():
+            told.append(teacher(x))
+        F.mse_loss(model["student"](x), told[-1]).backward()
+        model.zero_grad()
+
+    step()
+    with Alive([*model.parameters(), x]) as alone:
+        step()
+    report = observed(model, step)
+    assert torch.equal(told[0], told[-1])
+    assert report.timeline.operator.count("aten._transformer_encoder_layer_fwd") == 2
+    assert report.peak_bytes == alone.peak_bytes
+    modules = {one.operator: one.module for one in report.held}
+    assert modules["aten._transformer_encoder_layer_fwd"] == "teacher"
+    assert modules["aten.addmm"] == "student"
+
+
 def test_functional_transforms_and_layers_of_this_package() -> None:
     layer, x = ecornn.LSTM(4, 8), torch.randn(5, 2, 4)
 

@@ -167,6 +167,16 @@ def test_bad_arguments() -> None:
         fit(make, -1)
     with pytest.raises(InvalidInput, match="two different"):
         fit(make, sizes=(2, 2))
+    step, model, _ = make(2)
+    for not_a_maker, words in (
+        (step, r"step\(\).* called as make_step\(batch\); let it take \(batch\)"),
+        ((step, model), "got tuple, .* makes the step"),
+        (lambda batch, length: make(batch, length), r"\(batch, length\).* pass length="),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            fit(not_a_maker, "1GiB")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"called as make_step\(batch, length\)"):
+        fit(lambda batch: make(batch), length=3)
 
 
 def test_a_report_of_a_step_that_was_made() -> None:

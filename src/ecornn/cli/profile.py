@@ -180,20 +180,28 @@ def observe(
             bar = progress.add_task(f"making the model on {where}")
             prepared = prepare(make, where, **given)
             with users_code("the step", where):
+                broken: Exception | None = None
                 for number in range(warm_up):
                     progress.update(bar, description=f"warm-up step {number + 1} of {warm_up}")
-                    prepared.step()
+                    try:
+                        prepared.warm_up()
+                    except Exception as error:  # told by the step that is observed, with a report
+                        broken = error
+                        break
                 progress.update(bar, description="observing one step")
-                return profile(
+                report = profile(
                     prepared.step,
                     prepared.model,
                     prepared.optimizers,
                     what_if=what_if,
                     operators=operators,
                 )
+                if broken is not None:
+                    raise broken
+                return report
     except Raised as raised:
         typer.echo(str(raised), err=True)
-        report: MemoryReport | None = getattr(raised.error, "memory_report", None)
-        if report is None:
+        so_far: MemoryReport | None = getattr(raised.error, "memory_report", None)
+        if so_far is None:
             raise typer.Exit(EXIT_FAILED) from None
-        return report
+        return so_far

@@ -157,7 +157,8 @@ def users_code(what: str, device: str) -> Iterator[None]:
 def _hint(device: str, error: Exception) -> str:
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
+    # of the CPU's memory torch tells by a text alone
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return "try --device meta, which needs no memory, or a smaller --batch"
     if device == "meta":
         return (

@@ -9,6 +9,7 @@ from ecornn.profiler.callbacks import (
 from ecornn.profiler.fit import Fit, fit
 from ecornn.profiler.model import Held, MemoryReport, Row, Timeline, UnreadableReport, WhatIf
 from ecornn.profiler.session import NotObserved, Profile, profile
+from ecornn.profiler.without_numbers import meta_kernels
 
 __all__ = [
     "Fit",
@@ -24,6 +25,7 @@ __all__ = [
     "WhatIf",
     "fit",
     "lightning_callback",
+    "meta_kernels",
     "profile",
     "transformers_callback",
 ]

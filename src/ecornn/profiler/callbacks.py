@@ -49,7 +49,8 @@ class ProfileAt:
         """A step begins. What was not given before may be given here."""
         if self._steps == self.number and self._running is None:
             optimizer = self._optimizer if self._optimizer is not None else optimizer
-            self._running = profile(model=self._model or model, optimizer=optimizer)
+            model = self._model if self._model is not None else model
+            self._running = profile(model=model, optimizer=optimizer)
             self._running.__enter__()
 
     def end(self, error: BaseException | None = None) -> None:

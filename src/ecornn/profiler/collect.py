@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecornn.profiler import allocator, kept, operators, places, storages, threads
+from ecornn.profiler import (
+    allocator,
+    kept,
+    operators,
+    places,
+    storages,
+    threads,
+    without_numbers,
+)
 from ecornn.profiler.allocator import EVERY, Allocator
 from ecornn.profiler.compiled import CompiledGraphs, Value, is_compiled
 from ecornn.profiler.inventory import contents_of
@@ -58,6 +66,7 @@ from ecornn.profiler.places import (
 from ecornn.profiler.roles import Roles
 from ecornn.profiler.storages import PLAIN, STRIDED, Ledger, Record, parts, within_reach
 from ecornn.profiler.threads import Makers
+from ecornn.profiler.without_numbers import Rules
 
 if TYPE_CHECKING:
     from ecornn.profiler.trace import Trace
@@ -103,6 +112,8 @@ class Collector(TorchDispatchMode):
         self._lines = Lines()
         #: By identity, which the values hold on to: an operator's own hash runs in Python.
         self._operators: dict[int, Operator] = {}
+        #: What runs in the stead of torch's kernels where those need numbers.
+        self._rules = Rules()
         #: By who made a node, and its number.
         self._origins: dict[tuple[int, int], Origin] = {}
         #: Likewise for a node of compiled code, what it keeps; and of how many nobody knows.
@@ -135,8 +146,8 @@ class Collector(TorchDispatchMode):
     ) -> Collector:
         kind = Collector
         if "torch._dynamo" in sys.modules:
-            ours = (sys.modules[__name__], storages, kept, allocator, operators, places, threads)
-            alone = passed_over_by_compiler(*ours)
+            ours = (storages, kept, allocator, operators, places, threads, without_numbers)
+            alone = passed_over_by_compiler(sys.modules[__name__], *ours)
             kind = CollectorBesideCompiler if alone else WrappedCollector
         return kind(model, optimizers, device, every)
 
@@ -182,6 +193,7 @@ class Collector(TorchDispatchMode):
                 *elsewhere_notes(self.ledger.elsewhere),
                 *compiled_notes(saw_compiled=self.saw_compiled, unread=self.unread),
                 *packed_notes(self.graph.packed),
+                *self._rules.notes,
             ],
             self.trace,
         )
@@ -257,7 +269,7 @@ class Collector(TorchDispatchMode):
         return any(watch is not None and watch() is not None for watch in watches)
 
     def _describe(self, func: Any) -> Operator:
-        operator = self._operators[id(func)] = describe(func)
+        operator = self._operators[id(func)] = describe(func, self._rules.of(func))
         return operator
 
     def _place(self, operator: Operator) -> tuple[str, Line | None, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ def fit(
     the batches to observe, at least two; by default some small ones. `most` bounds the answer.
     """
     budget = _read_memory(memory)
+    _check_takes(make_step, length)
     if sizes is not None and (len(set(sizes)) < 2 or min(sizes) < 1):
         raise InvalidInput("sizes", repr(sizes), "two different batch sizes or more", "give them")
     observer = _Observer(make_step, length)
@@ -201,6 +203,26 @@ class _Observer:
     @property
     def _has_blocks(self) -> bool:
         return torch.device(self.device).type == "cuda"
+
+
+def _check_takes(make_step: Any, length: int | None) -> None:
+    """A step itself, which has no arguments, is easily given in the place of what makes it."""
+    if not callable(make_step):
+        told, remedy = f"{type(make_step).__name__}", "pass a function that makes the step"
+    else:
+        given = ("batch",) if length is None else ("batch", "length")
+        try:
+            told = str(signature(make_step))
+            signature(make_step).bind(*given)
+            return
+        except ValueError:  # built in: it has no signature
+            return
+        except TypeError:
+            told = f"{getattr(make_step, '__name__', type(make_step).__name__)}{told}"
+            remedy = f"let it take ({', '.join(given)}), and make the step anew for each"
+            remedy += "" if length is not None else "; if it takes a length too, pass length="
+    expected = "make_step(batch)" if length is None else "make_step(batch, length)"
+    raise InvalidInput("make_step", told, f"a function that is called as {expected}", remedy)
 
 
 def _read_memory(memory: str | int | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,11 @@ class Operator(NamedTuple):
     func: Any
 
 
-def describe(func: Any) -> Operator:
+def describe(func: Any, rule: Callable[..., Any] | None = None) -> Operator:
+    """`rule` runs it, if there is one."""
     packet = getattr(func, "overloadpacket", func)
     views = bool(getattr(func, "is_view", False))
-    return Operator(str(packet), views, getattr(func, "_op", func), func)
+    return Operator(str(packet), views, rule or getattr(func, "_op", func), func)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

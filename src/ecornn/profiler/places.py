@@ -157,9 +157,10 @@ class Calls:
         self._key = RemovableHandle(OrderedDict()).id
         #: Of each module, where they are.
         self._hooked: list[tuple[dict[int, Any], ...]] = []
+        modules = list(modules)
+        alone = _left_alone(module for _, module in modules)
         for path, module in modules:
-            # Scripted ones run no Python: what they do is their caller's.
-            if not isinstance(module, torch.jit.ScriptModule):
+            if id(module) not in alone:
                 self._watch(module, path)
 
     def _watch(self, module: nn.Module, path: str) -> None:
@@ -237,6 +238,19 @@ class Calls:
                 one.pop(key, None)
         self._hooked.clear()
         self._moved, self._entered = _nothing, _ignore
+
+
+def _left_alone(modules: Iterable[nn.Module]) -> set[int]:
+    """By identity: modules without hooks, whose doing is their caller's. Scripted ones run no
+    Python. A transformer's layer that is not trained runs as one operator where gradients are off,
+    but not if there is a hook on anything inside: it would run, and take memory, in another way."""
+    found: set[int] = set()
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            found.add(id(module))
+        elif isinstance(module, nn.TransformerEncoderLayer) and not module.training:
+            found.update(map(id, module.modules()))
+    return found
 
 
 def _nothing() -> None: ...

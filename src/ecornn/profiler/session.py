@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import GeneratorType, TracebackType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, TracebackType
 from typing import Any, overload
 
 import torch
@@ -134,6 +134,15 @@ def run_to_end(step: Callable[[], Any]) -> None:
     if isinstance(result, GeneratorType):
         for _ in result:
             pass
+    elif isinstance(result, CoroutineType | AsyncGeneratorType):
+        if isinstance(result, CoroutineType):
+            result.close()  # else Python warns that nobody has awaited it
+        raise InvalidInput(
+            "step",
+            f"an asynchronous function, {getattr(step, '__name__', 'step')}, of which nothing ran",
+            "a function that has done its work when it returns",
+            "pass one that calls asyncio.run",
+        )
 
 
 class NotObserved(EcornnError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ecornn.errors import InvalidInput
+from ecornn.profiler.inventory import contents_of
 from ecornn.profiler.model import MemoryReport
-from ecornn.profiler.session import Profile, check, read_optimizers, run_to_end
+from ecornn.profiler.session import Profile, check, device_of, read_optimizers, run_to_end
+from ecornn.profiler.without_numbers import meta_kernels
 
 _EXPECTED = "(step, model), (step, model, optimizer), or a callable with `model` and `optimizer`"
 
@@ -22,13 +25,21 @@ class Made:
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
 
+    def warm_up(self) -> None:
+        """One step that is not observed, which runs where that does."""
+        contents = contents_of(self.model)
+        without_numbers = contents.are_fake or device_of(contents).type == "meta"
+        del contents  # a step may replace its weights: nobody else may hold on to the old ones
+        with meta_kernels() if without_numbers else nullcontext():
+            run_to_end(self.step)
+
     def observed(self, warm_up: int = 1) -> MemoryReport:
         """`warm_up` steps come first: the optimizer then has its state, and code is compiled. Where
         there is no history of the allocator's it is read after every operator, since two steps are
         compared operator by operator."""
         check(self.step, self.model)
         for _ in range(warm_up):
-            run_to_end(self.step)
+            self.warm_up()
         return Profile(self.model, self.optimizers, every=1).of(self.step)
 
 

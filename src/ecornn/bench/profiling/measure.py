@@ -28,7 +28,7 @@ from ecornn.bench.timing import (
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.measure import first_line, out_of_memory
 from ecornn.bench.training.memory import GIB, collect, limited_to, peak_bytes
-from ecornn.profiler import Fit, MemoryReport, fit, profile
+from ecornn.profiler import Fit, MemoryReport, fit, meta_kernels, profile
 from ecornn.profiler.model import TENSORS
 
 WARM_UP_STEPS = 2
@@ -128,12 +128,13 @@ class Measurement:
             # Meta tensors know no autocast.
             step.autocast = step.autocast and device == "cpu"
             try:
-                step()
+                with meta_kernels():
+                    step()
+                    with Alive(held_by(step)) as tracked:
+                        step()
             except NotImplementedError as error:
                 self.metrics[f"{device}_not_measured"] = first_line(error)
                 continue
-            with Alive(held_by(step)) as tracked:
-                step()
             report = profile(step, step.model, step.optimizer)
             off = abs(sum(row.bytes for row in report.rows) - tracked.peak_bytes)
             self.metrics[f"{device}_bytes_off"] = off
