@@ -247,3 +247,20 @@ def test_blocks_are_those_of_the_allocator(seed: int) -> None:
                 addresses.append(blocks.take(size))
             assert torch.cuda.memory_reserved() - before == blocks.reserved
         tensors.clear()
+
+
+def test_a_loss_whose_lengths_are_on_the_cpu() -> None:
+    """torch leaves them there as long as somebody observes operators."""
+    model = torch.nn.Linear(8, 5).cuda()
+    x, targets = torch.randn(20, 4, 8, device="cuda"), torch.randint(1, 5, (4, 6), device="cuda")
+    lengths = torch.full((4,), 20), torch.tensor([6, 3, 5, 2])
+
+    def step() -> None:
+        scores = model(x).log_softmax(-1)
+        torch.nn.functional.ctc_loss(scores, targets, *lengths).backward()
+        model.zero_grad(set_to_none=True)
+
+    step()
+    for operators in (False, True):
+        report = profile(step, model, operators=operators)
+        assert report.peak_bytes > 0
