@@ -56,10 +56,11 @@ class _Launch:
     __slots__ = ("run",)
 
     def __init__(self, tuner: Any, launcher: Callable[..., Any]) -> None:
-        def run(*args: Any, stream: int) -> Any:
-            if profiler._is_profiler_enabled:
-                return tuner.run(*args, stream=stream)
-            return launcher(*args, stream=stream)
+        def run(*args: Any, **named: Any) -> Any:
+            # beside the stream nothing is named, but for kernels that were written by hand
+            if profiler._is_profiler_enabled or len(named) != 1:
+                return tuner.run(*args, **named)
+            return launcher(*args, **named)
 
         self.run = run
 

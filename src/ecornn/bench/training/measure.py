@@ -51,7 +51,7 @@ class Effort:
     tries: int
 
 
-EFFORTS = {"thorough": Effort(10, 3, 7), "quick": Effort(5, 2, 5)}
+EFFORTS = {"thorough": Effort(10, 3, 7), "quick": Effort(7, 2, 5)}
 
 
 @dataclass
