@@ -23,9 +23,9 @@ def on_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Layers run as if their tensors were on a GPU whose persistent kernels the planner chose."""
 
     def plan_from(cell: str, inputs: int, hidden: int, *fields: Any) -> ExecutionPlan:
-        needs_grad = fields[13]
+        needs_grad, keep = fields[13:15]
         spec = RnnSpec(cell, inputs, hidden, needs_grad=needs_grad)
-        kept = "states" if cell.startswith("rnn") else "gates"
+        kept = "states" if cell.startswith("rnn") or keep == "states" else "gates"
         return ExecutionPlan(spec, "persistent", kept if needs_grad else "none", "direct", "a test")
 
     monkeypatch.setattr(plain, "_ROUTES", {})

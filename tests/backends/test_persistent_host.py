@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecornn.backends import persistent_calls, persistent_gradients
+from ecornn.backends import persistent_calls, persistent_gradients, persistent_plain
 from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.registry import by_name
@@ -95,8 +95,10 @@ def test_gradients_of_a_layer_that_is_not_small(
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
-@pytest.mark.parametrize("keep", ["none", "gates"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("cell", "keep"),
+    [*((cell, keep) for cell in CELLS for keep in ("none", "gates")), ("lstm", "states")],
+)
 def test_the_short_way_is_the_general_one(
     machine: Machine,
     cell: str,
@@ -141,15 +143,18 @@ def test_the_short_way_is_the_general_one(
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["given", "zeros"])
-@pytest.mark.parametrize("cell", ["lstm", "rnn_tanh"])
+@pytest.mark.parametrize(
+    ("cell", "keep"), [("lstm", "gates"), ("lstm", "states"), ("rnn_tanh", "states")]
+)
 def test_the_short_way_of_a_layer_that_is_not_small(
-    machine: Machine, cell: str, zero: bool, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, cell: str, keep: str, zero: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "MOST_WORK", {4: 1})
-    call = make_call(cell, 24, keep="gates" if cell == "lstm" else "states")
+    call = make_call(cell, 24, keep=keep)
     if zero:
         call = replace(call, h0_DBR=torch.zeros_like(call.h0_DBR))
-        monkeypatch.setattr(persistent_gradients, "is_zero_state", lambda state: True)
+        for module in (persistent_gradients, persistent_plain):
+            monkeypatch.setattr(module, "is_zero_state", lambda state: True)
     layer = PlainLayer(call)
     inputs, weights = (call.input_TBI, call.h0_DBR, call.c0_DBH), tuple(call.flat_weights())
     found = layer.forward(*inputs, weights)
@@ -218,7 +223,7 @@ def test_saved_tensors_may_come_back_in_another_form(machine: Machine) -> None:
 @pytest.mark.parametrize(
     "special",
     [
-        {"keep": "states"},
+        {"keep": "states", "lengths_B": torch.tensor([3, 4, 5, 6])},
         {"cell_states": True},
         {"after_end": "frozen", "lengths_B": torch.tensor([3, 4, 5, 6])},
         {"resets_TB": torch.zeros(STEPS, BATCH, dtype=torch.bool)},
@@ -230,6 +235,15 @@ def test_saved_tensors_may_come_back_in_another_form(machine: Machine) -> None:
 def test_the_short_way_is_for_plain_calls(machine: Machine, special: dict[str, Any]) -> None:
     assert PlainLayer.serves(make_call("lstm", keep="gates"))
     assert not PlainLayer.serves(make_call("lstm", **{"keep": "gates", **special}))
+
+
+def test_the_short_way_computes_gates_again_in_one_piece(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert PlainLayer.serves(make_call("lstm", keep="states"))
+    assert not PlainLayer.serves(make_call("gru", keep="states"))
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1)
+    assert not PlainLayer.serves(make_call("lstm", keep="states"))
 
 
 def test_the_short_way_needs_memory_as_the_kernels_read_it(machine: Machine) -> None:

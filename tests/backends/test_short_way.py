@@ -49,6 +49,34 @@ def assert_alike(found: list[Tensor], wanted: list[Tensor], steps: int = 9) -> N
         assert_matches(a, b.double(), 2 * tolerance(torch.float32, steps, order=1))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("given", [False, True], ids=["zeros", "given"])
+def test_who_asks_what_to_keep_goes_the_short_way_too(
+    on_gpu: Machine, given: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "_torch_may", lambda layer: True)  # tensors are on a CPU here
+    x = torch.randn(9, 3, 5)
+    state = (torch.randn(1, 3, 8), torch.randn(1, 3, 8)) if given else None
+    theirs = nn.LSTM(5, 8, bias=bias)
+    wanted = grads_of(theirs, lambda leaf: theirs(leaf, state), x)
+    for keep in ("gates", "states", "auto"):
+        ours = ecornn.LSTM(5, 8, bias=bias, keep=keep, backend="persistent")
+        ours.load_state_dict(theirs.state_dict())
+        for _ in range(2):
+            assert_alike(grads_of(ours, lambda leaf, to=ours: to(leaf, state), x), wanted)
+        (route,) = [r for key, r in plain._ROUTES.items() if key[-1] == keep]
+        assert isinstance(route, direct.PlainRoute)
+        assert route.layer.keep == ("states" if keep == "states" else "gates")
+
+
+def test_who_asks_is_not_given_torch_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "run_whole", lambda call: pytest.fail("torch's kernels"))
+    x = torch.randn(9, 3, 5)
+    ecornn.LSTM(5, 8, keep="states")(x)
+    with pytest.raises(ecornn.NoBackend):
+        ecornn.LSTM(5, 8, backend="persistent")(x)
+
+
 @pytest.mark.parametrize("most_routes", [4096, 1], ids=["remembered", "forgotten"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])

@@ -34,6 +34,13 @@ from ecornn.spec import GATES
 SHARE = 0.2
 
 
+def recomputed_in(call: LayerCall) -> list[Piece]:
+    """The pieces of time in which an LSTM's or a GRU's gates are computed again."""
+    x, hidden = call.input_TBI, call.h0_DBR.shape[-1]
+    row_bytes = call.directions * x.shape[1] * 4 * hidden * x.element_size()
+    return pieces(x.shape[0], row_bytes, SHARE, 2)  # gates and their gradients
+
+
 class _Layer:
     """One call, what the forward pass left of it, and the gradients that arrive."""
 
@@ -218,10 +225,9 @@ def backward(
     x, hidden, batch, stored = layer.x, layer.hidden, layer.batch, layer.stored
     recomputes = stored == 4 and not layer.kept
     wide = stored * hidden
-    row_bytes = layer.directions * batch * wide * x.element_size()
-    # gates and their gradients, or the latter alone
-    share, buffers = (SHARE, 2) if recomputes else (1.0, 1)
-    every_piece = pieces(layer.steps, row_bytes, share, buffers)
+    # kept gates leave only the gradients' buffer, which is not cut
+    whole = [Piece(0, layer.steps, layer.steps)]
+    every_piece = recomputed_in(call) if recomputes else whole
     rows = every_piece[0].steps * batch
     gates = [x.new_empty(rows, wide) for _ in call.weights] if recomputes else []
     states = _States(layer)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ecornn.backends.persistent_backward import recomputed_in
 from ecornn.backends.persistent_calls import (
     Launch,
     Piece,
@@ -32,6 +33,7 @@ from ecornn.backends.persistent_calls import (
 from ecornn.backends.persistent_forward import forward_pieces
 from ecornn.backends.persistent_gradients import GateGradients
 from ecornn.backends.protocol import LayerCall
+from ecornn.backends.zeros import is_zero_state
 from ecornn.kernels.persistent.arguments import (
     BACKWARD,
     FORWARD,
@@ -102,8 +104,11 @@ class PlainLayer:
         special = call.resets_TB is not None or call.cell_states or call.after_end != "zeros"
         if special or call.directions > 1 or 0 in x.shape or padded(hidden, x.dtype) != hidden:
             return False
-        if call.keep == "states" and call.cell in ("lstm", "gru"):
-            return False  # computes its gates again
+        if call.keep == "states" and call.cell == "gru":
+            return False  # computes its gates again, whose state's share is apart
+        again = call.keep == "states" and call.cell == "lstm"
+        if again and (call.lengths_B is not None or len(recomputed_in(call)) > 1):
+            return False
         return len(launches("forward", call)) == 1
 
     def _sizes(self, launch: Launch, exchange_row: int, piece: Piece) -> tuple[int, ...]:
@@ -229,6 +234,21 @@ class PlainLayer:
         self._share_launch(ShareArguments.from_buffer_copy(packed), self._share_blocks)
         return found
 
+    def _gates_again(
+        self, x: Tensor, h0: Tensor, weights: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
+        """An LSTM's, without biases: two products over all steps."""
+        gates = x.new_empty(self._shares_shape)
+        across, states = weights[1].t(), output.view(self.rows, self.hidden)
+        first, rest = gates[: self.batch], gates[self.batch :]
+        with matching_products() if self.dtype == torch.float32 else nullcontext():
+            torch.mm(x.view(self.rows, self.inputs), weights[0].t(), out=gates)
+            if not is_zero_state(h0):
+                torch.addmm(first, h0.view(self.batch, self.hidden), across, out=first)
+            if self.steps > 1:
+                torch.addmm(rest, states[: self.rows - self.batch], across, out=rest)
+        return gates
+
     def backward(
         self,
         grads: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -245,6 +265,10 @@ class PlainLayer:
         flag.check()
         (x, h0, c0, weights), (output, cells, kept) = call, result
         grads = tuple(None if d is None else d.contiguous() for d in grads)  # type: ignore[assignment]
+        b_ih = b_hh = 0
+        if self.lstm and kept is None:
+            kept = self._gates_again(x, h0, weights, output)
+            b_ih, b_hh = (w.data_ptr() for w in weights[2:]) if len(weights) > 2 else (0, 0)
         shape = self._d_gates_shape
         d_gates = marked(shape, x) if self._d_gates_marked else x.new_empty(shape)
         d_h0 = torch.empty_like(h0)  # the kernel writes them in any case
@@ -253,7 +277,8 @@ class PlainLayer:
         dy, dh, dc = (0 if d is None else d.data_ptr() for d in grads)
         packed = BACKWARD.pack(
             # gates, b_ih, b_hh, weights, exchange, d_gates, output, cells, d_output, d_cells
-            *(0 if kept is None else kept.data_ptr(), 0, 0, 0, 0, 0, weights[1].data_ptr(), 0),
+            *(0 if kept is None else kept.data_ptr(), 0, b_ih, 0, b_hh, 0),
+            *(weights[1].data_ptr(), 0),
             *(dg, 0, dg, 0, y, 0, 0 if cells is None else cells.data_ptr(), 0, dy, 0, 0, 0),
             # h0, c0, d_h_n, d_c_n, d_h_in, d_c_in, d_h_out, d_c_out
             *(h, 0 if c0 is None else c0.data_ptr(), dh, dc, 0, 0, 0, 0),

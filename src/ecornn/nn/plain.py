@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ecornn.planner import ExecutionPlan
 
 _DEVICES = ("cpu", "cuda")
+_BACKENDS, _KEEP = ("auto", "persistent"), ("auto", "states", "gates")
 
 #: The whole call by torch's kernels.
 _WHOLE = "whole"
@@ -80,6 +81,7 @@ def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> NetworkCall | None:
         or dtype != weight.dtype
         or device != weight.device
         or device.type not in _DEVICES
+        or (device.type == "cpu" and not _torch_may(layer))
         or is_long(steps, device.type)
     ):
         return None
@@ -101,17 +103,28 @@ def plain_call(layer: RecurrentLayer, x: Any, hx: Any) -> NetworkCall | None:
     )
 
 
-def run_plain(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(output, h_n, c_n), time first"""
+def run_plain(
+    layer: RecurrentLayer, call: NetworkCall
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """(output, h_n, c_n), time first; None where the full reading is needed."""
     x = call.input_TBI
     if not x.is_cuda or is_short(x.shape[0], "cuda") or unavailable() is not None:
-        return run_whole(call)
+        return run_whole(call) if _torch_may(layer) else None
     return _run_on_gpu(layer, call)
 
 
-def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tensor, Tensor | None]:
+def _torch_may(layer: RecurrentLayer) -> bool:
+    """Nobody has asked for our kernels, or for what only they do."""
+    return layer.backend == "auto" and layer.keep == "auto"
+
+
+def _run_on_gpu(
+    layer: RecurrentLayer, call: NetworkCall
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
     x = call.input_TBI
     captured, alone = torch.cuda.is_current_stream_capturing(), _is_alone(layer, call)
+    if not alone and not _torch_may(layer):
+        return None
     stacked = not alone and _is_stacked(layer, call)
     key = _key(layer, call, captured, False)
     route = _ROUTES.get(key) if alone or stacked else None
@@ -124,6 +137,8 @@ def _run_on_gpu(layer: RecurrentLayer, call: NetworkCall) -> tuple[Tensor, Tenso
     if isinstance(route, PlainRoute) and _fits(route, call):
         return _run_route(route, call)
     plan = _plan(layer, call, captured, False)
+    if plan.backend != "persistent" and not _torch_may(layer):
+        return None
     if plan.backend != "persistent":
         # what a graph that is being captured may have depends on what is loaded by then
         if alone and not captured:
@@ -202,7 +217,7 @@ def _key(
     return (
         *(made.cell, made.layout, layer.input_size, layer.hidden_size, x.shape, x.dtype),
         *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured, lengths, call.layers),
-        call.dropout > 0,
+        *(call.dropout > 0, layer.backend, layer.keep),
     )
 
 
@@ -214,7 +229,7 @@ def _plan(layer: RecurrentLayer, call: NetworkCall, captured: bool, lengths: boo
         # no variational dropout, layer norm or zoneout
         *(False, False, False, lengths),
         # no resets or cell states
-        *(False, False, call.needs_grad, "auto", "auto"),
+        *(False, False, call.needs_grad, layer.keep, layer.backend),
         # not traced, transformed, in forward mode or long
         *(False, False, False, False, captured),
         *(False, is_brief(x.shape[0], "cuda"), is_roomy(x, layer.hidden_size), x.shape[1]),
@@ -253,8 +268,8 @@ def _run_route(
 
 def _has_no_extras(layer: RecurrentLayer) -> bool:
     return (
-        layer.backend == "auto"
-        and layer.keep == "auto"
+        layer.backend in _BACKENDS
+        and layer.keep in _KEEP
         and not layer.layer_norm
         and not layer.variational
         and layer.zoneout == (0.0, 0.0)
