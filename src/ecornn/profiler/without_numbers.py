@@ -55,6 +55,9 @@ class Rules:
         if isinstance(texts, Tensor) and texts.device != log_probs.device:
             self._lengths[get_ident()] = (weakref.ref(texts), log_probs.device)
         if _has_numbers(log_probs):
+            if _elsewhere(log_probs, frames, texts):
+                lengths = _numbers(frames), _numbers(texts)
+                return aten._ctc_loss.default(log_probs, targets, *lengths, *rest, **named)
             return func(log_probs, targets, frames, texts, *rest, **named)
         lengths = _frames(frames, log_probs), self._texts(texts, targets)
         # Where lengths are numbers torch itself has a kernel, with the checks of the CPU's. Fake
@@ -85,10 +88,22 @@ class Rules:
         return [targets.shape[1]] * count
 
     def ctc_loss_backward(
-        self, func: Any, grad: Tensor, log_probs: Tensor, *rest: Any, **named: Any
+        self,
+        func: Any,
+        grad: Tensor,
+        log_probs: Tensor,
+        targets: Tensor,
+        frames: Lengths,
+        texts: Lengths,
+        *rest: Any,
+        **named: Any,
     ) -> Any:
         if _has_numbers(log_probs):
-            return func(grad, log_probs, *rest, **named)
+            given = (grad, log_probs, targets)
+            if _elsewhere(log_probs, frames, texts):
+                lengths = _numbers(frames), _numbers(texts)
+                return aten._ctc_loss_backward.default(*given, *lengths, *rest, **named)
+            return func(*given, frames, texts, *rest, **named)
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
     def clamp_min(self, func: Any, given: Tensor, least: Any) -> Any:
@@ -111,6 +126,12 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     aten._ctc_loss_backward.Tensor: Rules.ctc_loss_backward,
     aten.clamp_min.default: Rules.clamp_min,
 }
+
+
+def _elsewhere(log_probs: Tensor, *lengths: Lengths) -> bool:
+    """Lengths on another device than the scores. Where no mode looks on, torch reads them and calls
+    its kernel with numbers; where one does, it hands over tensors, and the kernel refuses them."""
+    return any(isinstance(one, Tensor) and one.device != log_probs.device for one in lengths)
 
 
 def _has_numbers(tensor: Tensor) -> bool:
