@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd import profiler
 
-from ecornn.echo.launches import CAREFUL_CALLS, launch_directly, with_direct_launches
+from ecornn.echo.launches import CAREFUL_CALLS, Checks, launch_directly, with_direct_launches
 
 
 class CachingAutotuner:
@@ -58,7 +58,7 @@ def test_the_first_calls_ask_and_the_others_do_not() -> None:
     tuner = CachingAutotuner()
     compiled = Compiled(kernel=tuner)
     x = torch.zeros(2)
-    run = with_direct_launches(compiled, [x])
+    run = with_direct_launches(compiled, [x], Checks())
     assert run._boxed_call  # type: ignore[attr-defined]
     assert [run([x]) for _ in range(CAREFUL_CALLS)] == ["run"] * CAREFUL_CALLS
     assert [run([x]) for _ in range(3)] == ["launched"] * 3
@@ -70,17 +70,38 @@ def test_the_first_calls_ask_and_the_others_do_not() -> None:
 def test_sizes_that_are_symbols_stay_checked() -> None:
     tuner = CachingAutotuner()
     compiled = Compiled(kernel=tuner)
-    run = with_direct_launches(compiled, [3, torch.zeros(2)])
+    run = with_direct_launches(compiled, [3, torch.zeros(2)], Checks())
     for _ in range(5):
         run([torch.zeros(2)])
     assert compiled.asked == 5
     assert len(tuner.launched) == 5 - CAREFUL_CALLS
 
 
+def test_hooks_on_what_is_kept_bring_the_checks_of_both_passes_back() -> None:
+    """What comes back from them may have other strides, which the code would not notice."""
+    checks, x = Checks(), torch.zeros(2)
+    forward, backward = (Compiled(kernel=CachingAutotuner()) for _ in range(2))
+    runs = [with_direct_launches(one, [x], checks) for one in (forward, backward)]
+    for _ in range(4):
+        for run in runs:
+            run([x])
+    assert backward.asked == CAREFUL_CALLS
+    with torch.autograd.graph.save_on_cpu():
+        runs[0]([x])
+    for k in range(1, 3):
+        assert runs[1]([x]) == "launched"
+        assert backward.asked == CAREFUL_CALLS + k
+    late = Compiled(kernel=CachingAutotuner())
+    run = with_direct_launches(late, [x], checks)
+    for _ in range(5):
+        run([x])
+    assert late.asked == 5
+
+
 def test_a_profiler_has_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = CachingAutotuner()
     compiled = Compiled(kernel=tuner)
-    assert launch_directly(compiled, checked=True) == 1
+    assert launch_directly(compiled, Checks()) == 1
     monkeypatch.setattr(profiler, "_is_profiler_enabled", True)
     assert compiled([torch.zeros(2)]) == "run"
     monkeypatch.setattr(profiler, "_is_profiler_enabled", False)
@@ -112,7 +133,7 @@ def _storing() -> Any:
 def test_a_tuner_that_has_more_to_do_is_left(differing: dict[str, Any]) -> None:
     tuner = CachingAutotuner(**differing)
     compiled = Compiled(kernel=tuner)
-    assert launch_directly(compiled, checked=False) == 0
+    assert launch_directly(compiled, None) == 0
     assert compiled.names["kernel"] is tuner
     assert compiled([torch.zeros(2)]) == "run"
 
@@ -122,8 +143,8 @@ def test_what_is_not_known_is_left_alone() -> None:
         pass
 
     other = Other()
-    assert launch_directly(Compiled(kernel=other), checked=True) == 0
-    assert launch_directly(SimpleNamespace(), checked=True) == 0
-    assert launch_directly(SimpleNamespace(compiled_fn_runner=None), checked=True) == 0
+    assert launch_directly(Compiled(kernel=other), Checks()) == 0
+    assert launch_directly(SimpleNamespace(), Checks()) == 0
+    assert launch_directly(SimpleNamespace(compiled_fn_runner=None), Checks()) == 0
     bare = SimpleNamespace(compiled_fn_runner=SimpleNamespace(call=len))
-    assert launch_directly(bare, checked=True) == 0
+    assert launch_directly(bare, Checks()) == 0

@@ -253,6 +253,23 @@ def test_data_parallel(way: str, outside: bool) -> None:
         dist.destroy_process_group()
 
 
+def test_compiled_autograd_has_the_whole_backward_pass() -> None:
+    """It traces the passes itself: no call hands over a factor."""
+    model, x = Plain().double(), torch.randn(3, H, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    with in_any_order(), watched() as seen:
+        run = ecornn.compile(model, codegen="eager")
+        for traced in (False, True, False):
+            for one, own in ((run, model), (twin, twin)):
+                own.zero_grad()
+                loss = one(x)
+                tracing = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+                with tracing if traced and one is run else nullcontext():
+                    loss.backward()
+            same(gradients(model), gradients(twin), bits=False)
+    assert seen.calls >= 5
+
+
 def graph_of(function: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -282,8 +299,10 @@ def test_products_are_taken_out_however_they_are_turned(turned: tuple[int, int, 
     assert not module.graph.find_nodes(op="call_function", target=aten.mm.default)
     handed = [module(*one) for one in given]
     lefts, rights = ([h[f.place] for h in handed] for f in (product.left, product.right))
-    made = product.left.of_calls(lefts, left=True) @ product.right.of_calls(rights, left=False)
-    torch.testing.assert_close(made.t() if product.turned else made, sum(expected))
+    made = product.of_calls(lefts, rights, None)
+    torch.testing.assert_close(product.result(made), sum(expected))
+    again = product.of_calls(lefts, rights, made)
+    torch.testing.assert_close(product.result(again), 2 * sum(expected))
     for one, right_one in zip(handed, expected, strict=True):
         found = sums.of_one_call(one)
         assert len(found) == 2

@@ -13,7 +13,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from ecornn.echo.graph import NotUnderstood
-from ecornn.echo.launches import with_direct_launches
+from ecornn.echo.launches import Checks, with_direct_launches
 from ecornn.echo.recorded import Recorded
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import Foretold, GraphReport
@@ -58,7 +58,7 @@ class Watched:
     ) -> None:
         """`often`: it is called many times in a step."""
         self.told, self._recorded, self._before_backward = told, recorded, before_backward
-        self._often = often
+        self._often, self._checks = often, Checks()
         self._replay: Replay | None = None
         self._results: list[Any] = []
         self._kept: list[Any] = []
@@ -81,7 +81,7 @@ class Watched:
             self._replay = None
         if not self._often:
             return compiled
-        run = with_direct_launches(compiled, inputs)
+        run = with_direct_launches(compiled, inputs, self._checks)
         sums = self._recorded.sums if settings.get("is_backward") else None
         return run if sums is None else sums.around(run)
 

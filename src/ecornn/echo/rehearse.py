@@ -27,6 +27,7 @@ from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, Ledger, callable_of
 from ecornn.echo.twin import alone, device_of, draws_kept, without_numbers
+from ecornn.echo.weight_sums import WeightSums
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,13 @@ class Rehearsal:
     model: nn.Module
     functions: Callable[[], Any] | None = None
     _runs: dict[int, Callable[[list[Any]], Any]] = field(default_factory=dict)
+    _sums: dict[int, WeightSums] = field(default_factory=dict)
 
     def end(self) -> None:
         """torch's compiler keeps the backend, and what it refers to, for as long as it runs."""
         self.parts, self.model, self.functions = {}, nn.Module(), None
         self._runs.clear()
+        self._sums.clear()
 
     def call(self, call: ModelCall, given: Any) -> Any:
         args, kwargs = given
@@ -149,7 +152,18 @@ class Rehearsal:
             if part.forward is None:
                 raise NotUnderstood("a compiled part does not show what it runs")
             return tuple(self._run(part.forward, list(given)))
-        return _Part.apply(self, part, *given)
+        results = _Part.apply(self, part, *given)
+        nodes = {result.grad_fn for result in results if isinstance(result, Tensor)} - {None}
+        if nodes and (sums := self._sums_of(part)) is not None:
+            sums.register(nodes.pop(), None)
+        return results
+
+    def _sums_of(self, part: Recorded) -> WeightSums | None:
+        if part.sums is None:
+            return None
+        if id(part) not in self._sums:
+            self._sums[id(part)] = part.sums.anew()
+        return self._sums[id(part)]
 
     def _run(self, what: Pass, arguments: list[Any]) -> list[Any]:
         if id(what) not in self._runs:
@@ -172,6 +186,9 @@ class Rehearsal:
 class _Part(torch.autograd.Function):
     """Both passes of a compiled part, as AOTAutograd calls them."""
 
+    #: Newer versions of torch (2.13, not 2.11) hand over gradients in a list that can be emptied.
+    boxed_grads_call = True
+
     @staticmethod
     def forward(ctx: Any, rehearsal: Rehearsal, part: Recorded, *given: Any) -> Any:
         assert part.forward is not None
@@ -187,13 +204,17 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> Any:
         with ctx.rehearsal.mode:  # as AOTAutograd does: what is expanded takes memory of its own
-            arriving = [t.contiguous() if 0 in t.stride() else t for t in tangents if t is not None]
+            given = tangents[0] if isinstance(tangents[0], list) else tangents
+            arriving = [t.contiguous() if 0 in t.stride() else t for t in given if t is not None]
         arguments = [*ctx.numbers, *ctx.saved_tensors, *arriving]
         ctx.maybe_clear_saved_tensors()
+        if isinstance(given, list):
+            given.clear()
+            arriving.clear()
         gradients = ctx.rehearsal._run(ctx.part.backward, arguments)
-        if ctx.part.sums is not None:
+        if (sums := ctx.rehearsal._sums_of(ctx.part)) is not None:
             with ctx.rehearsal.mode:
-                gradients = ctx.part.sums.of_one_call(gradients)
+                gradients = sums.handed_over(gradients)
         return None, None, *gradients
 
 

@@ -15,6 +15,7 @@ be left over at the end, that is an error and raised: gradients are not lost in 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -101,6 +102,9 @@ class WeightSums:
         self.gathered: tuple[int, ...] = ()
         self.products: tuple[Product, ...] = ()
         self._places: dict[int, int] = {}  # of a call's results: where they stand among those kept
+        self._begin()
+
+    def _begin(self) -> None:
         self._calls: WeakKeyDictionary[Any, Ways] = WeakKeyDictionary()
         self._under_way: WeakValueDictionary[tuple[int, Ways], _UnderWay] = WeakValueDictionary()
         self._lock = Lock()  # threads may run passes of one graph
@@ -120,7 +124,7 @@ class WeightSums:
         """The backward pass as autograd is to see it."""
 
         def backward(arguments: list[Any]) -> Any:
-            return self._gradients(list(run(arguments)))
+            return self.handed_over(list(run(arguments)))
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward
@@ -137,10 +141,17 @@ class WeightSums:
         gradients = returned[: self.results]
         for product in self.products:
             left, right = ([returned[f.place]] for f in (product.left, product.right))
-            gradients[product.weight] = _result(product, _multiplied(product, left, right, None))
+            gradients[product.weight] = product.result(product.of_calls(left, right, None))
         return gradients
 
-    def _gradients(self, returned: list[Any]) -> list[Any]:
+    def anew(self) -> WeightSums:
+        """The same, of no call yet: for a rehearsal."""
+        other = copy.copy(self)
+        other._begin()
+        return other
+
+    def handed_over(self, returned: list[Any]) -> list[Any]:
+        """What autograd is given in the place of what a call's backward pass has returned."""
         node: Any = torch._C._current_autograd_node()
         task: int = torch._C._current_graph_task_id()
         if node is None or task < 0:
@@ -166,7 +177,7 @@ class WeightSums:
             returned[k] = under_way.sums[k] if last else None
         if last:
             for product in self.products:
-                returned[product.weight] = _result(product, returned[product.weight])
+                returned[product.weight] = product.result(returned[product.weight])
             under_way.sums.clear()  # what nobody else refers to becomes `.grad` without a copy
         return returned
 
@@ -225,7 +236,7 @@ class WeightSums:
             sums[k] = found if k not in sums else sums[k] + found
         for product in self.products:
             left, right = (columns[self._places[f.place]] for f in (product.left, product.right))
-            sums[product.weight] = _multiplied(product, left, right, sums.get(product.weight))
+            sums[product.weight] = product.of_calls(left, right, sums.get(product.weight))
         under_way.calls.clear()
         under_way.versions.clear()
 
@@ -248,28 +259,6 @@ def _asked_for(function: Any) -> bool:
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
-
-
-def _multiplied(
-    product: Product,
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    before: Tensor | None,
-) -> Tensor:
-    """Of several calls, added to `before`. Written to `out`, which autocast leaves alone."""
-    left = product.left.of_calls(lefts, left=True)
-    right = product.right.of_calls(rights, left=False)
-    if before is not None and before.dtype is left.dtype:
-        return torch.addmm(before, left, right, out=before)
-    found = left.new_empty(product.size)
-    torch.mm(left, right, out=found)
-    if before is not None:
-        return before.add_(found)
-    return found if found.dtype is product.dtype else found.to(product.dtype)
-
-
-def _result(product: Product, found: Tensor) -> Tensor:
-    return found.t() if product.turned else found
 
 
 #: By the kind of node that torch has made for a compiled graph.
