@@ -144,6 +144,70 @@ def test_training(way: str, make: type[nn.Module], data: Callable[..., Tensor]) 
     assert ("by one product" in told) is (way == "in any order")
 
 
+def test_sparse_gradients(way: str) -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = nn.Embedding(7, H, sparse=True)
+            self.step = nn.Sequential(table, nn.Linear(H, H), nn.Tanh())
+
+        def forward(self, words_TB: Tensor) -> Tensor:
+            return sum((self.step(words).square().sum() for words in words_TB), torch.zeros(()))
+
+    model = Looking().double()
+    run, twin = ecornn.compile(model, codegen="eager"), copy.deepcopy(model)
+    with watched() as seen:
+        for _ in range(3):
+            for one, own in ((run, model), (twin, twin)):
+                own.zero_grad()
+                one(words(5)).backward()
+            assert model.step.get_submodule("0").weight.grad.is_sparse
+            dense = [[g.to_dense() for g in gradients(own)] for own in (model, twin)]  # type: ignore[union-attr]
+            same(*dense, bits=False)
+    assert seen.calls >= 10
+
+
+class Alike(nn.Module):
+    """Gradients of two weights and two inputs are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(H)) for _ in range(2))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return h + x + self.one + self.other
+
+
+def test_gradients_that_are_one_tensor(way: str) -> None:
+    """Nobody adds to what another holds: sums, states, inputs, and `.grad` of earlier passes."""
+
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = Alike()
+
+        def forward(self, h: Tensor, xs: list[Tensor]) -> Tensor:
+            for x in xs:
+                h = self.step(h, x) * 1.1
+                self.last = h
+            return self.step(h, x)
+
+    model = Adding().double()
+    run, twin = ecornn.compile(model, codegen="eager"), copy.deepcopy(model)
+    found = []
+    for one, own in ((run, model), (twin, twin)):
+        made = torch.arange(6 * H, dtype=torch.float64).view(6, H)
+        h, *xs = (row.clone().requires_grad_() for row in made)
+        with watched() as seen:
+            for _ in range(4):  # gradients of all passes are added
+                out = one(h, xs)
+                own.last.retain_grad()
+                out.backward(made[0] + 1)
+        assert seen.calls >= (15 if one is run else 0)
+        found.append([*gradients(own), h.grad, *(x.grad for x in xs), own.last.grad])
+    same(*found, bits=way == "in order")
+
+
 @pytest.mark.parametrize("length", [16, 33])
 def test_a_translator(way: str, length: int) -> None:
     """By the bit, where the order is kept; float32."""

@@ -122,6 +122,7 @@ def small_results(backward: fx.GraphModule, weights: Collection[int]) -> list[in
         k
         for k, value in values.items()
         if isinstance(value, Tensor)
+        and value.layout is torch.strided  # sparse ones have no bytes to ask for
         and all(isinstance(n, int) for n in value.shape)
         and value.nbytes <= SMALL_BYTES
     ]
