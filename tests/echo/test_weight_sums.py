@@ -399,8 +399,8 @@ def test_calls_that_never_run_are_an_error(both: Both, monkeypatch: pytest.Monke
     """Should torch be wrong about what it will run, that is not lost in silence."""
     run = WeightSums._begun
 
-    def one_too_many(self: Any, task: int, node: Any, ways: Any) -> Any:
-        begun = run(self, task, node, ways)
+    def one_too_many(self: Any, task: int, ways: Any) -> Any:
+        begun = run(self, task, ways)
         begun.waiting.add(-1)
         return begun
 

@@ -164,10 +164,10 @@ class WeightSums:
             return self.of_one_call(returned)
         under_way = self._under_way.get((task, ways))
         if under_way is None:
-            under_way = self._begun(task, node, ways)
+            under_way = self._begun(task, ways)
         if under_way is None:
             return self.of_one_call(returned)
-        under_way.waiting.discard(id(node))
+        under_way.waiting.discard(id(node))  # the one that a pass began at is not among them
         self._add(under_way, returned)
         last = not under_way.waiting
         if last or len(under_way.calls) >= CALLS_AT_ONCE:
@@ -192,7 +192,7 @@ class WeightSums:
             for leaf, size in zip(leaves, self._sizes, strict=True)
         )
 
-    def _begun(self, task: int, node: Any, ways: Ways) -> _UnderWay | None:
+    def _begun(self, task: int, ways: Ways) -> _UnderWay | None:
         """None if the pass is asked for no weight's gradient: then it may stop before a call of
         which torch says that it will be run (2.13), since the gradient of its result is."""
         if not any(_asked_for(function) for function, _ in ways[0]):
@@ -200,8 +200,7 @@ class WeightSums:
         will = torch._C._will_engine_execute_node
         with self._lock:
             calls = [call for call, others in self._calls.items() if others == ways]
-        # where the pass began, torch does not count (2.13)
-        begun = _UnderWay({id(node), *(id(call) for call in calls if will(call))})
+        begun = _UnderWay({id(call) for call in calls if will(call)})
         torch.autograd.Variable._execution_engine.queue_callback(begun.ended)
         with self._lock:
             self._under_way[task, ways] = begun
