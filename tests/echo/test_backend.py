@@ -214,7 +214,7 @@ def test_the_partitioners_key_covers_what_it_depends_on() -> None:
     def key(options: Options, calls: int = 1) -> Any:
         backend = EchoBackend(options, calls=calls)
         told = GraphReport("", "", "", options.memory)
-        partition = backend_module._Partition(backend, told, Recorded(""), adds_up=False)
+        partition = backend_module._Partition(backend, told, Recorded(""), ())
         found = EchoPartitioner(partition, partition.key())
         assert pickle.loads(pickle.dumps(found)).uuid() == found.uuid()
         return found.uuid()

@@ -61,7 +61,7 @@ def test_every_byte_of_a_divided_model_is_foretold(name: str, memory: str) -> No
         step = compiled_step(name, memory=memory, codegen="eager")
         explained = step.run.explain()  # type: ignore[attr-defined]
         assert not explained.whole
-        assert explained.predicted_peak_bytes(held=1000) - 1000 - beside(step) == 0
+        assert explained.predicted_peak_bytes(held=1000) - 1000 == beside(step)
         assert explained.predicted_peak_bytes() is None
         assert predicted_peak(step) == pytest.approx(peak_bytes(step), rel=0.01)
 
@@ -178,8 +178,7 @@ def test_functions_that_are_replaced_are_rehearsed_too(monkeypatch: pytest.Monke
             step = compiled_step("nmt", codegen="eager", lean=lean)
             explained = step.run.explain()  # type: ignore[attr-defined]
             found[lean] = explained.predicted_peak_bytes(held=0)
-            # kernels of the loss take a few hundred bytes for themselves, and newer versions of
-            # torch give 2,048 up earlier
+            # kernels of the loss take a few hundred bytes for themselves
             assert -1000 < found[lean] - beside(step) <= 0
     assert found["layers"] < 0.9 * found[False]
 

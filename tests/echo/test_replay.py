@@ -153,10 +153,14 @@ def test_code_that_is_not_understood_is_told(line: str, told: str) -> None:
         Replay(on_cuda((3, 4))).forward(Code(source, {}))
 
 
+def watched(report: GraphReport) -> Watched:
+    return Watched(report, Recorded("", 1))
+
+
 def test_what_is_not_foretold_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     report = GraphReport("graph", "inductor", "asked for", AUTO)
     monkeypatch.setattr("ecornn.echo.inductor.compile_fx_inner", lambda *_, **__: object())
-    Watched(report, Recorded("", 1))(None, on_cuda((3, 4)))  # type: ignore[arg-type]
+    watched(report)(None, on_cuda((3, 4)))  # type: ignore[arg-type]
     assert report.predicted_peak_bytes is None
     assert report.not_foretold is not None
     assert "does not show its Python code" in report.not_foretold
@@ -176,7 +180,7 @@ def test_a_budget_that_is_not_met_after_all_is_told(monkeypatch: pytest.MonkeyPa
     report = GraphReport("graph", "inductor", "asked for", AUTO, limit_bytes=1024)
     code = SimpleNamespace(source_code=DOUBLED, constants={})
     monkeypatch.setattr("ecornn.echo.inductor.compile_fx_inner", lambda *_, **__: code)
-    run, inputs = Watched(report, Recorded("", 1)), on_cuda((3, 4))
+    run, inputs = watched(report), on_cuda((3, 4))
     run(None, inputs)  # type: ignore[arg-type]
     assert report.not_foretold == "the backward pass is not compiled yet"
     with pytest.warns(OverBudget, match="2,048 bytes are predicted, 1,024 were asked for"):

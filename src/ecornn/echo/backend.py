@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ecornn._version import __version__
@@ -54,8 +54,10 @@ class EchoBackend:
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
         self.report.add(told)
         recorded = Recorded(self._key_of(module, inputs))
-        sums_refused = why_no_sums(self.calls, inputs)
-        partitioner = _Partition(self, told, recorded, adds_up=sums_refused is None)
+        # other tensors of a module, states for one, may be others at each call
+        weights = {k for k, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
+        added_up = weights if why_no_sums(self.calls, inputs) is None else set()
+        partitioner = _Partition(self, told, recorded, added_up)
         generate = _inductor if codegen == "inductor" else _eager
         try:
             compiled = generate(module, inputs, partitioner)
@@ -80,10 +82,10 @@ class _Partition:
     """Splits the joint graph of one traced graph, and tells its report."""
 
     def __init__(
-        self, backend: EchoBackend, told: GraphReport, recorded: Recorded, *, adds_up: bool
+        self, backend: EchoBackend, told: GraphReport, recorded: Recorded, added_up: Collection[int]
     ) -> None:
         self.backend, self.told, self.recorded = backend, told, recorded
-        self.adds_up = adds_up  # the weights' gradients of its calls
+        self.added_up = added_up  # inputs whose gradients are, over its calls
 
     def __call__(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **settings: Any
@@ -100,8 +102,7 @@ class _Partition:
         modules = decision.modules
         if self.backend.options.masks == "bits":
             modules = masks.in_bits(joint, decision, self.told)
-        if self.adds_up:
-            self._add_up(modules, settings.get("static_lifetime_input_indices") or ())
+        self._add_up(modules, settings.get("static_lifetime_input_indices") or ())
         return modules
 
     def _add_up(self, modules: Modules, weights: Sequence[int]) -> None:
@@ -109,9 +110,12 @@ class _Partition:
         output: Any
         (output,) = backward.graph.find_nodes(op="output")
         gradients: list[Any] = list(output.args[0])
-        owed = {k for k in weights if k < len(gradients) and gradients[k] is not None}
+        inputs = forward.graph.find_nodes(op="placeholder")[: len(gradients)]
+        known = self.added_up if len(inputs) == len(gradients) else ()
+        owed = {k for k in weights if k in known and gradients[k] is not None}
         if owed:
-            sums = self.recorded.sums = WeightSums(owed, len(gradients), views_of(forward, owed))
+            sizes = [_size(one.meta.get("val")) for one in inputs]
+            sums = self.recorded.sums = WeightSums(owed, sizes, views_of(forward, owed))
             self.told.sums = sums.told()
 
     def before_compiling(self, backward: fx.GraphModule) -> None:
@@ -125,6 +129,10 @@ class _Partition:
         """Everything that a split depends on beside the graph."""
         options, calls, beside = self.backend.options, self.backend.calls, self.backend.beside_s
         return f"echo {options.memory!r} {calls} {beside!r} {sources_key()}"
+
+
+def _size(value: Any) -> tuple[Any, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def adds_in_any_order(codegen: str) -> bool:

@@ -75,7 +75,7 @@ class Watched:
         except NotUnderstood as error:
             self.told.foretold, self.told.not_foretold = None, str(error)
             self._replay = None
-        run = with_direct_launches(compiled, inputs)
+        run = with_direct_launches(compiled)
         sums = self._recorded.sums if settings.get("is_backward") else None
         return run if sums is None else sums.around(run)
 

@@ -1,35 +1,31 @@
 """Fewer questions at each launch of compiled code.
 
 Each launch of a kernel goes through its tuner, which asks whether it has been tuned, is to be
-written down, interpreted or debugged; and each call checks the sizes of what it was given and of
-what operators returned. After some calls the answers are known: sizes that are no symbols cannot
-change, since torch's guards have compared those of the inputs. Then the tuners' choices are called
-directly. A profiler still has its records.
+written down, interpreted or debugged. After some calls the answers are known, and the tuners'
+choices are called directly. A profiler still has its records. Newer versions of torch (2.13, not
+2.11) do so themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.autograd import profiler
 
 #: Calls that ask everything.
 CAREFUL_CALLS = 2
-CHECKS = ("assert_size_stride", "assert_alignment")
 
 
-def with_direct_launches(compiled: Any, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Around what inductor has compiled for such `inputs`."""
+def with_direct_launches(compiled: Any) -> Callable[[list[Any]], Any]:
+    """Around what inductor has compiled."""
     calls = 0
-    fixed = all(isinstance(value, torch.Tensor) for value in inputs)
 
     def run(arguments: list[Any]) -> Any:
         nonlocal calls
         if calls <= CAREFUL_CALLS:
             if calls == CAREFUL_CALLS:
-                launch_directly(compiled, checked=fixed)
+                launch_directly(compiled)
             calls += 1
         return compiled(arguments)
 
@@ -37,7 +33,7 @@ def with_direct_launches(compiled: Any, inputs: Sequence[Any]) -> Callable[[list
     return run
 
 
-def launch_directly(compiled: Any, *, checked: bool) -> int:
+def launch_directly(compiled: Any) -> int:
     """How many kernels are; 0 where this torch keeps its code elsewhere."""
     call = getattr(getattr(compiled, "compiled_fn_runner", None), "call", None)
     names = getattr(call, "__globals__", None)
@@ -45,8 +41,6 @@ def launch_directly(compiled: Any, *, checked: bool) -> int:
         return 0
     direct = {name: launch for name, value in names.items() if (launch := _direct(value))}
     names.update(direct)
-    if checked:
-        names.update((name, _known) for name in CHECKS if name in names)
     return len(direct)
 
 
@@ -69,6 +63,8 @@ def _direct(value: Any) -> _Launch | None:
     launchers = getattr(value, "launchers", None)
     if type(value).__name__ != "CachingAutotuner" or not launchers or len(launchers) != 1:
         return None
+    if hasattr(value, "_cached_launcher"):
+        return None  # torch's own way of the same
     asked = ("triton_interpret", "dump_launch_params", "dump_launch_tensors")
     if any(getattr(value, name, True) for name in asked):
         return None
@@ -76,7 +72,3 @@ def _direct(value: Any) -> _Launch | None:
     if getattr(launcher, "store_cubin", True) or meta.get("coordinate_descent_tuning", False):
         return None
     return _Launch(value, launcher)
-
-
-def _known(*_: Any) -> None:
-    """What two calls have checked."""

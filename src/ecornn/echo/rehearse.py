@@ -152,17 +152,18 @@ class Rehearsal:
             if part.forward is None:
                 raise NotUnderstood("a compiled part does not show what it runs")
             return tuple(self._run(part.forward, list(given)))
-        sums = self._sums_of(part)
-        results = _Part.apply(self, part, sums, *given)
-        if sums is not None:
-            nodes = (r.grad_fn for r in results if isinstance(r, Tensor))
-            sums.register(next(node for node in nodes if node is not None), None)
+        results = _Part.apply(self, part, *given)
+        nodes = {result.grad_fn for result in results if isinstance(result, Tensor)} - {None}
+        if nodes and (sums := self._sums_of(part)) is not None:
+            sums.register(nodes.pop(), None)
         return results
 
     def _sums_of(self, part: Recorded) -> WeightSums | None:
-        if part.sums is None or not torch.is_grad_enabled():
+        if part.sums is None:
             return None
-        return self._sums.setdefault(id(part), part.sums.anew())
+        if id(part) not in self._sums:
+            self._sums[id(part)] = part.sums.anew()
+        return self._sums[id(part)]
 
     def _run(self, what: Pass, arguments: list[Any]) -> list[Any]:
         if id(what) not in self._runs:
@@ -185,38 +186,36 @@ class Rehearsal:
 class _Part(torch.autograd.Function):
     """Both passes of a compiled part, as AOTAutograd calls them."""
 
+    #: Newer versions of torch (2.13, not 2.11) hand over gradients in a list that can be emptied.
+    boxed_grads_call = True
+
     @staticmethod
-    def forward(
-        ctx: Any, rehearsal: Rehearsal, part: Recorded, sums: WeightSums | None, *given: Any
-    ) -> Any:
+    def forward(ctx: Any, rehearsal: Rehearsal, part: Recorded, *given: Any) -> Any:
         assert part.forward is not None
         assert part.results is not None
         returned = rehearsal._run(part.forward, list(given))
         results, kept = returned[: part.results], returned[part.results :]
-        ctx.rehearsal, ctx.part, ctx.sums = rehearsal, part, sums
+        ctx.rehearsal, ctx.part = rehearsal, part
         ctx.numbers = [value for value in kept if not isinstance(value, Tensor)]
         ctx.save_for_backward(*(value for value in kept if isinstance(value, Tensor)))
         ctx.mark_non_differentiable(*(r for r in results if not _differentiable(r)))
         return tuple(results)
 
-    #: Newer versions of torch hand a compiled pass what arrives in a list, for it to give up.
-    boxed_grads_call = True
-
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> Any:
-        boxed = hasattr(torch.autograd.Function, "boxed_grads_call")
-        arrived: list[Any] = tangents[0] if boxed else list(tangents)
         with ctx.rehearsal.mode:  # as AOTAutograd does: what is expanded takes memory of its own
-            arriving = [t.contiguous() if 0 in t.stride() else t for t in arrived if t is not None]
+            given = tangents[0] if isinstance(tangents[0], list) else tangents
+            arriving = [t.contiguous() if 0 in t.stride() else t for t in given if t is not None]
         arguments = [*ctx.numbers, *ctx.saved_tensors, *arriving]
-        arrived.clear()
-        del arriving
         ctx.maybe_clear_saved_tensors()
+        arriving.clear()
+        if isinstance(given, list):
+            given.clear()
         gradients = ctx.rehearsal._run(ctx.part.backward, arguments)
-        if ctx.sums is not None:
+        if (sums := ctx.rehearsal._sums_of(ctx.part)) is not None:
             with ctx.rehearsal.mode:
-                gradients = ctx.sums.handed_over(gradients)
-        return None, None, None, *gradients
+                gradients = sums.handed_over(gradients)
+        return None, None, *gradients
 
 
 def _differentiable(value: Any) -> bool:

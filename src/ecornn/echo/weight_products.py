@@ -57,6 +57,23 @@ class Product:
     def bytes(self) -> int:
         return self.size[0] * self.size[1] * self.dtype.itemsize
 
+    def of_calls(
+        self, lefts: Sequence[Tensor], rights: Sequence[Tensor], before: Tensor | None
+    ) -> Tensor:
+        """Of several calls, added to `before`. Written to `out`, which autocast leaves alone."""
+        left = self.left.of_calls(lefts, left=True)
+        right = self.right.of_calls(rights, left=False)
+        if before is not None and before.dtype is left.dtype:
+            return torch.addmm(before, left, right, out=before)
+        found = left.new_empty(self.size)
+        torch.mm(left, right, out=found)
+        if before is not None:
+            return before.add_(found)
+        return found if found.dtype is self.dtype else found.to(self.dtype)
+
+    def result(self, found: Tensor) -> Tensor:
+        return found.t() if self.turned else found
+
 
 def take_out(
     backward: fx.GraphModule, weights: Collection[int], changing: Collection[str]
@@ -105,6 +122,7 @@ def small_results(backward: fx.GraphModule, weights: Collection[int]) -> list[in
         k
         for k, value in values.items()
         if isinstance(value, Tensor)
+        and value.layout is torch.strided  # sparse ones have no bytes to ask for
         and all(isinstance(n, int) for n in value.shape)
         and value.nbytes <= SMALL_BYTES
     ]

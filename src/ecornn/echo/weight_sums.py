@@ -7,18 +7,21 @@ out of the backward pass (`weight_products.py`) for many calls at once.
 Autograd gets nothing from a call but the last that it runs, which hands over the sums.
 
 Which call is the last is autograd's own knowledge, and asked of it: the node of each call is known
-from the forward pass, and torch tells which of them the running backward pass will execute. A call
-whose node is not known hands over its own gradients. Should a sum be left over at the end, that is
-an error and raised: gradients are not lost in silence.
+from the forward pass, and torch tells which of them the running backward pass will execute. Calls
+are added up whose gradients go to the same places, on the same stream: a part may be called with
+other weights in between. A call whose node is not known hands over its own gradients. Should a sum
+be left over at the end, that is an error and raised: gradients are not lost in silence.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, fx
@@ -29,8 +32,8 @@ from ecornn.errors import EcornnError
 #: So many calls' factors, and small gradients, wait to be made one sum: more would save few further
 #: launches and keep more memory.
 CALLS_AT_ONCE = 16
-#: Backward passes that may be under way at once, in threads or one within another.
-MOST_UNDER_WAY = 8
+#: Where a call's gradients of weights go: functions of autograd's graph, and the stream.
+Ways = tuple[tuple[Any, ...], int | None]
 
 
 class SumsLeftOver(EcornnError, RuntimeError):
@@ -44,9 +47,10 @@ def why_not() -> str | None:
     return f"torch {torch.__version__} has no {lacking[0]}" if lacking else None
 
 
-@dataclass
+@dataclass(eq=False)
 class _UnderWay:
-    """One backward pass: calls that it will still run, and the sums of those that it has."""
+    """One backward pass: calls that it will still run, and the sums of those that it has. The pass
+    holds it by its last callback, so that it goes with the pass, also with one that raises."""
 
     waiting: set[int]
     sums: dict[int, Tensor] = field(default_factory=dict)
@@ -55,6 +59,14 @@ class _UnderWay:
     #: and how often each had been written to when it was handed over.
     calls: list[list[Tensor]] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
+
+    def ended(self) -> None:
+        if self.waiting:
+            raise SumsLeftOver(
+                f"the backward pass ended while {len(self.waiting)} calls of a compiled part had "
+                "not run, and the gradients of its weights are incomplete; this is a defect of "
+                "Echo: compile with torch.compile(…, backend='echo') until it is mended"
+            )
 
     def check_versions(self) -> None:
         if any(
@@ -67,22 +79,35 @@ class _UnderWay:
 
 
 class WeightSums:
-    """Of one compiled graph. `results`: how many gradients its backward pass owes to autograd.
-    `changing`: names of what shares the weights' memory."""
+    """Of one compiled graph. `sizes`: of its inputs, None for those that are no tensors; autograd
+    is owed a gradient, or None, for each. `changing`: names of what shares the weights' memory."""
 
-    def __init__(self, weights: Collection[int], results: int, changing: Collection[str]) -> None:
-        self.results, self._changing = results, frozenset(changing)
+    def __init__(
+        self,
+        weights: Collection[int],
+        sizes: Sequence[tuple[Any, ...] | None],
+        changing: Collection[str],
+    ) -> None:
+        self.results, self._changing = len(sizes), frozenset(changing)
         self.weights = tuple(sorted(weights))
+        #: Autograd counts inputs that are tensors alone.
+        self._tensors = [k for k, size in enumerate(sizes) if size is not None]
+        self._sizes = [sizes[k] for k in self.weights]
+        # twice the first: of a single place it would not make a tuple
+        ways = [self._tensors.index(k) for k in (self.weights[0], *self.weights)]
+        self._ways_among = itemgetter(*ways)
         #: Added one by one, in autograd's order and with its bits.
         self.ordered = self.weights
         #: Added, or multiplied, for many calls at once.
         self.gathered: tuple[int, ...] = ()
         self.products: tuple[Product, ...] = ()
         self._places: dict[int, int] = {}  # of a call's results: where they stand among those kept
-        self._nodes: WeakSet[Any] = WeakSet()
-        self._stream: int | None = None
-        self._under_way: dict[int, _UnderWay] = {}
-        self._lock = Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._calls: WeakKeyDictionary[Any, Ways] = WeakKeyDictionary()
+        self._under_way: WeakValueDictionary[tuple[int, Ways], _UnderWay] = WeakValueDictionary()
+        self._lock = Lock()  # threads may run passes of one graph
 
     def in_any_order(self, backward: fx.GraphModule) -> None:
         """Change the backward pass so that many calls' gradients are made at once: what is rounded
@@ -95,13 +120,6 @@ class WeightSums:
         factors = [factor.place for p in self.products for factor in (p.left, p.right)]
         self._places = {place: i for i, place in enumerate((*self.gathered, *factors))}
 
-    def anew(self) -> WeightSums:
-        """For other calls of the same passes."""
-        other = WeightSums(self.weights, self.results, self._changing)
-        other.ordered, other.gathered = self.ordered, self.gathered
-        other.products, other._places = self.products, self._places
-        return other
-
     def around(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """The backward pass as autograd is to see it."""
 
@@ -112,33 +130,44 @@ class WeightSums:
         return backward
 
     def register(self, node: Any, stream: int | None) -> None:
-        """A call's node in autograd's graph, and the stream on which both of its passes run. Calls
-        on other streams are left to autograd, which lets them wait for each other."""
-        if stream != self._stream:
-            if self._nodes:
-                return
-            self._stream = stream
-        self._nodes.add(node)
+        """A call's node in autograd's graph, and the stream on which both of its passes run. Those
+        of other streams are no part of its sum: autograd lets them wait for each other."""
+        ways = self._ways_among(node.next_functions), stream
+        with self._lock:
+            self._calls[node] = ways
 
     def of_one_call(self, returned: list[Any]) -> list[Any]:
         """Its gradients, without those of others."""
         gradients = returned[: self.results]
         for product in self.products:
             left, right = ([returned[f.place]] for f in (product.left, product.right))
-            gradients[product.weight] = _result(product, _multiplied(product, left, right, None))
+            gradients[product.weight] = product.result(product.of_calls(left, right, None))
         return gradients
 
+    def anew(self) -> WeightSums:
+        """The same, of no call yet: for a rehearsal."""
+        other = copy.copy(self)
+        other._begin()
+        return other
+
     def handed_over(self, returned: list[Any]) -> list[Any]:
-        """What autograd gets of a call, for what its backward pass has returned."""
+        """What autograd is given in the place of what a call's backward pass has returned."""
         node: Any = torch._C._current_autograd_node()
         task: int = torch._C._current_graph_task_id()
         if node is None or task < 0:
             return self.of_one_call(returned)
-        if node not in self._nodes:
-            _BY_KIND[type(node)] = self  # from the next forward pass on its calls are known
+        with self._lock:
+            ways = self._calls.get(node)
+        if ways is None:
+            if self._leads_to_weights(node):
+                _BY_KIND[type(node)] = self  # from the next forward pass on its calls are known
             return self.of_one_call(returned)
-        under_way = self._under_way.get(task) or self._begun(task)
-        under_way.waiting.discard(id(node))
+        under_way = self._under_way.get((task, ways))
+        if under_way is None:
+            under_way = self._begun(task, ways)
+        if under_way is None:
+            return self.of_one_call(returned)
+        under_way.waiting.discard(id(node))  # the one that a pass began at is not among them
         self._add(under_way, returned)
         last = not under_way.waiting
         if last or len(under_way.calls) >= CALLS_AT_ONCE:
@@ -148,32 +177,34 @@ class WeightSums:
             returned[k] = under_way.sums[k] if last else None
         if last:
             for product in self.products:
-                returned[product.weight] = _result(product, returned[product.weight])
-            with self._lock:
-                self._under_way.pop(task, None)
+                returned[product.weight] = product.result(returned[product.weight])
+            under_way.sums.clear()  # what nobody else refers to becomes `.grad` without a copy
         return returned
 
-    def _begun(self, task: int) -> _UnderWay:
-        will = torch._C._will_engine_execute_node
-        begun = _UnderWay({id(node) for node in self._nodes if will(node)})
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._ended(task))
-        with self._lock:
-            self._under_way[task] = begun
-            # what raised in the middle of a backward pass has no end
-            while len(self._under_way) > MOST_UNDER_WAY:
-                del self._under_way[next(iter(self._under_way))]
-        return begun
+    def _leads_to_weights(self, node: Any) -> bool:
+        """Are autograd's places those of this graph's inputs?"""
+        functions = node.next_functions
+        if len(functions) != len(self._tensors):
+            return False
+        leaves = [getattr(f, "variable", None) for f, _ in self._ways_among(functions)[1:]]
+        return all(
+            isinstance(leaf, Tensor) and tuple(leaf.shape) == size
+            for leaf, size in zip(leaves, self._sizes, strict=True)
+        )
 
-    def _ended(self, task: int) -> None:
+    def _begun(self, task: int, ways: Ways) -> _UnderWay | None:
+        """None if the pass is asked for no weight's gradient: then it may stop before a call of
+        which torch says that it will be run (2.13), since the gradient of its result is."""
+        if not any(_asked_for(function) for function, _ in ways[0]):
+            return None
+        will = torch._C._will_engine_execute_node
         with self._lock:
-            left = self._under_way.pop(task, None)
-        if left is not None:
-            raise SumsLeftOver(
-                f"the backward pass ended while {len(left.waiting)} calls of a compiled part had "
-                "not run, and the gradients of its weights are incomplete; this is a defect of "
-                "Echo: compile with torch.compile(…, backend='echo') until it is mended"
-            )
+            calls = [call for call, others in self._calls.items() if others == ways]
+        begun = _UnderWay({id(call) for call in calls if will(call)})
+        torch.autograd.Variable._execution_engine.queue_callback(begun.ended)
+        with self._lock:
+            self._under_way[task, ways] = begun
+        return begun
 
     def _add(self, under_way: _UnderWay, returned: list[Any]) -> None:
         if self._places:
@@ -204,7 +235,7 @@ class WeightSums:
             sums[k] = found if k not in sums else sums[k] + found
         for product in self.products:
             left, right = (columns[self._places[f.place]] for f in (product.left, product.right))
-            sums[product.weight] = _multiplied(product, left, right, sums.get(product.weight))
+            sums[product.weight] = product.of_calls(left, right, sums.get(product.weight))
         under_way.calls.clear()
         under_way.versions.clear()
 
@@ -217,30 +248,16 @@ class WeightSums:
         )
 
 
+def _asked_for(function: Any) -> bool:
+    """Will the running backward pass come to this one?"""
+    try:
+        return bool(torch._C._will_engine_execute_node(function))
+    except RuntimeError:  # torch.autograd.grad is asked for this leaf: torch refuses to say so
+        return True
+
+
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
-
-
-def _multiplied(
-    product: Product,
-    lefts: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    before: Tensor | None,
-) -> Tensor:
-    """Of several calls, added to `before`. Written to `out`, which autocast leaves alone."""
-    left = product.left.of_calls(lefts, left=True)
-    right = product.right.of_calls(rights, left=False)
-    if before is not None and before.dtype is left.dtype:
-        return torch.addmm(before, left, right, out=before)
-    found = left.new_empty(product.size)
-    torch.mm(left, right, out=found)
-    if before is not None:
-        return before.add_(found)
-    return found if found.dtype is product.dtype else found.to(product.dtype)
-
-
-def _result(product: Product, found: Tensor) -> Tensor:
-    return found.t() if product.turned else found
 
 
 #: By the kind of node that torch has made for a compiled graph.
