@@ -4,6 +4,7 @@ steps, also when its kernels are launched directly, from a graph and on another 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -85,9 +86,9 @@ def assert_near(found: list[Tensor], exact: list[Tensor]) -> None:
 
 def test_steps_are_eager_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough of them that sums are made, and kernels launched directly."""
-    begun: list[int] = []
+    begun: list[Any] = []
     begin = WeightSums._begun
-    monkeypatch.setattr(WeightSums, "_begun", lambda s, t: (begun.append(t), begin(s, t))[1])
+    monkeypatch.setattr(WeightSums, "_begun", lambda s, *t: (begun.append(t), begin(s, *t))[1])
     model, words, keys = made()
     run = ecornn.compile(model)
     exact = expected(model, words, keys)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ecornn.profiler import MemoryReport
 from ecornn.profiler.callbacks import lightning_callback, transformers_callback
 
-WIDTH, BATCH, STEPS, AT = 32, 8, 4, 2
+
+WIDTH, BATCH, STEPS, AT = 32, 512, 4, 2
 
 
 def assert_is_of_a_step(report: MemoryReport, weights: int) -> None:
