@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from ecornn.profiler import MemoryReport
 from ecornn.profiler.callbacks import lightning_callback, transformers_callback
 
-
 WIDTH, BATCH, STEPS, AT = 32, 512, 4, 2
 
 
 def assert_is_of_a_step(report: MemoryReport, weights: int) -> None:
     kinds = report.by_kind()
-    assert kinds["weights"] == kinds["gradients"] == weights
+    assert kinds["weights"] == weights
     assert kinds["optimizer state"] >= 2 * weights  # Adam's, which are there from the first step on
     assert kinds["feature maps"] >= BATCH * WIDTH * 4
     paths = {row.module for row in report.rows if row.kind == "feature maps"}
