@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    return torch.mm(left, right).tanh()
+    return torch.mm(left.sin(), right.cos()).tanh()
 
 
 @pytest.mark.parametrize("symbols", [False, True])
@@ -45,6 +45,24 @@ def test_others_stay(rows: int, columns: int, dtype: torch.dtype) -> None:
     traced = make_fx(product, tracing_mode="fake")(*given)
     assert without_vector_products(traced) == 0
     assert aten.mm.default in [node.target for node in traced.graph.nodes]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(7, 1), (1, 7)])
+def test_a_matrix_that_is_in_memory_anyway_is_multiplied(rows: int, columns: int) -> None:
+    """A weight, or another product."""
+
+    def plain(left: Tensor, right: Tensor) -> Tensor:
+        return torch.mm(left, right)
+
+    def of_product(left: Tensor, right: Tensor) -> Tensor:
+        made = torch.mm(left, right.new_ones(right.shape[0], 5)).view(rows, 5)
+        return torch.mm(made, made.new_ones(5, 1))
+
+    given = torch.randn(rows, 5), torch.randn(5, columns)
+    traced = make_fx(plain, tracing_mode="fake")(*given)
+    assert without_vector_products(traced) == 0
+    traced = make_fx(of_product, tracing_mode="fake")(torch.randn(rows, 5), torch.randn(5, 5))
+    assert without_vector_products(traced) == 0
 
 
 def test_a_transposed_factor_and_several_readers() -> None:

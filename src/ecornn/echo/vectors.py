@@ -17,12 +17,18 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
+#: The same entries in the same order or another.
+_SHOWN = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default),
+    *(aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.unsqueeze.default),
+)
+
 
 def without_vector_products(joint: fx.GraphModule) -> int:
     """Change a graph; how many products were replaced."""
     replaced = 0
     for node in joint.graph.find_nodes(op="call_function", target=aten.mm.default):
-        steps = _steps_for(*map(_size, node.args))
+        steps = _steps_for(*node.args)
         if steps is not None:
             _replace(joint, node, steps)
             replaced += 1
@@ -37,13 +43,24 @@ Steps = Callable[[Call, fx.Node, fx.Node], fx.Node]
 
 
 def _steps_for(left: Any, right: Any) -> Steps | None:
-    if left is None or right is None:
+    sizes = _size(left), _size(right)
+    if sizes[0] is None or sizes[1] is None:
         return None
-    if _is_one(left[1]):
+    if _is_one(sizes[0][1]):
         return _outer
-    if _is_one(right[1]):
-        return _with_column
-    return _with_row if _is_one(left[0]) else None
+    if _is_one(sizes[1][1]):
+        return _with_column if _made_entry_by_entry(left) else None
+    return _with_row if _is_one(sizes[0][0]) and _made_entry_by_entry(right) else None
+
+
+def _made_entry_by_entry(factor: fx.Node) -> bool:
+    """By an operator that a kernel around can take in. A matrix that is in memory anyway, such as
+    a weight, is read as well by torch's own product."""
+    node: Any = factor
+    while node.op == "call_function" and node.target in _SHOWN:
+        node = node.args[0]
+    tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+    return torch.Tag.pointwise in tags
 
 
 def _is_one(size: Any) -> bool:
