@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from ecornn.echo import weight_products
 from ecornn.echo.weight_products import Factor, small_results, take_out, views_of
 from ecornn.echo.weight_sums import WeightSums
 from support.called_often import gradients, in_any_order, same, watched
+from support.process_group import process_group
 
 aten = torch.ops.aten
 H = 5
@@ -291,30 +292,29 @@ def test_inductor_s_code() -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("outside", [True, False])
-def test_data_parallel(way: str, outside: bool) -> None:
+def test_data_parallel(way: str, outside: bool, tmp_path: Path) -> None:
     """One process: what DDP's hooks are handed, and when."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    try:
-        model = Plain().double()
-        twin, x = copy.deepcopy(model), torch.randn(3, H, dtype=torch.float64)
-        parallel = nn.parallel.DistributedDataParallel
-        run: Any
-        if outside:
-            run = parallel(ecornn.compile(model, codegen="eager"))
-        else:
-            run = ecornn.compile(parallel(model), codegen="eager")
-        with watched() as seen:
-            for _ in range(3):
-                for one, own in ((run, model), (twin, twin)):
-                    own.zero_grad()
-                    one(x).backward()
-                same(gradients(model), gradients(twin), bits=way == "in order")
-        assert seen.calls >= 10
-    finally:
-        dist.destroy_process_group()
+    with process_group(tmp_path):
+        _train_data_parallel(way, outside)
+
+
+def _train_data_parallel(way: str, outside: bool) -> None:
+    model = Plain().double()
+    twin, x = copy.deepcopy(model), torch.randn(3, H, dtype=torch.float64)
+    parallel = nn.parallel.DistributedDataParallel
+    run: Any
+    if outside:
+        run = parallel(ecornn.compile(model, codegen="eager"))
+    else:
+        run = ecornn.compile(parallel(model), codegen="eager")
+    with watched() as seen:
+        for _ in range(3):
+            for one, own in ((run, model), (twin, twin)):
+                own.zero_grad()
+                one(x).backward()
+            same(gradients(model), gradients(twin), bits=way == "in order")
+    assert seen.calls >= 10
+    torch._dynamo.reset()  # it refers to what it has compiled
 
 
 def test_compiled_autograd_has_the_whole_backward_pass() -> None:
