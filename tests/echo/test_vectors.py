@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import ecornn
 from ecornn.echo.vectors import without_vector_products
 
 aten = torch.ops.aten
@@ -74,3 +77,20 @@ def test_a_transposed_factor_and_several_readers() -> None:
     traced = make_fx(scores, tracing_mode="fake")(x, w)
     assert without_vector_products(traced) == 1
     torch.testing.assert_close(traced(x, w), scores(x, w))
+
+
+def test_a_model_s_gradients_and_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where code is generated, by operators one by one."""
+    monkeypatch.setattr("ecornn.echo.backend.adds_in_any_order", lambda codegen: True)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
+    twin, x = copy.deepcopy(model).double(), torch.randn(5, 6)
+    run = ecornn.compile(model, codegen="eager")
+    run(x).square().sum().backward()
+    twin(x.double()).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
+    # the scores, and of the backward pass the gradient of the vector and of the rows
+    assert "written as sums: 3" in str(run.explain())

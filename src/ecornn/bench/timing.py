@@ -18,6 +18,8 @@ from typing import Protocol
 
 import torch
 
+from ecornn.garbage import no_garbage_collected
+
 CallNow = Callable[[], object]
 
 
@@ -126,10 +128,5 @@ def summarize(samples: list[float]) -> Timing:
 def garbage_collected_before() -> Iterator[None]:
     """Collect now and not in the middle of a sample."""
     gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_garbage_collected():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()

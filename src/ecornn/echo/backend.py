@@ -92,7 +92,7 @@ class _Partition:
     ) -> Modules:
         self.recorded.results = num_fwd_outputs
         if adds_in_any_order(self.told.codegen):
-            without_vector_products(joint)
+            self.told.vector_products = without_vector_products(joint)
         backend = self.backend
         request = Request(backend.options.memory, backend.calls, settings, backend.beside_s)
         decision = decide(joint, inputs, num_fwd_outputs, request)

@@ -166,6 +166,8 @@ def _head(graph: GraphReport) -> list[str]:
     lines = [f"{graph.name}: memory {graph.memory}, code generation {generated}"]
     if graph.fallback is not None:
         lines.append(f"left to torch's own partitioner: {graph.fallback}")
+    if graph.vector_products:
+        lines.append(f"products with a vector that are written as sums: {graph.vector_products}")
     if graph.sums is not None:
         lines.append(graph.sums)
     if graph.chosen is None or graph.keep_all is None:

@@ -80,6 +80,8 @@ class GraphReport:
     foretold: Foretold | None = None
     #: Why it is None, or says nothing of the backward pass.
     not_foretold: str | None = "not compiled yet"
+    #: Products with a vector that are written as sums.
+    vector_products: int = 0
     #: How the weights' gradients of its calls are added up; None if autograd does it.
     sums: str | None = None
 
