@@ -15,10 +15,12 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from ecornn.echo.backend import EchoBackend
+from ecornn.echo.calls_noted import CommonInputs, noting_calls
+from ecornn.echo.counted import counted
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
@@ -28,7 +30,6 @@ from ecornn.echo.options import Options
 from ecornn.echo.rehearse import ModelCall, rehearsed
 from ecornn.echo.report import GraphReport
 from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
-from ecornn.echo.weight_sums import noting_calls
 from ecornn.errors import InvalidInput
 
 #: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
@@ -69,6 +70,8 @@ class Regions:
         self.replaced = Replaced()
         self.shares = Shares()
         self.first_call: ModelCall | None = None
+        #: By path: which of the tensors that a part is called with are the same at all calls.
+        self.common: dict[str, frozenset[int]] = {}
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -129,19 +132,19 @@ class Regions:
             with draws_kept():
                 twin = without_numbers(self.model, mode)
                 args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
-                with _counted(twin) as counts, mode.parts_of(twin), mode, torch.no_grad():
+                with counted(twin) as calls, mode.parts_of(twin), mode, torch.no_grad():
                     twin(*args, **kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
-        self.shares, self.first_call = mode.shares, given
-        return counts
+        self.shares, self.first_call, self.common = mode.shares, given, calls.common()
+        return calls.counts
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
         """One call of the model as it is, its parts' calls counted."""
-        with _counted(self.model) as counts:
+        with counted(self.model, compare=False) as calls:
             result = self.model(*args, **kwargs)
-        self._settle(counts)
+        self._settle(calls.counts)
         return result
 
     @contextmanager
@@ -188,13 +191,16 @@ class Regions:
         if known is None or (not inside and known[0] != part.forward):
             beside = self._seconds_beside() / calls if path else 0.0
             told = path or type(part).__name__
-            backend = EchoBackend(self.options, calls=calls, beside_s=beside, part=told)
+            common = CommonInputs(self.common.get(path, frozenset()))
+            backend = EchoBackend(
+                self.options, calls=calls, beside_s=beside, part=told, common=common
+            )
             backend.recorded = [] if path else None
             self._backends[path] = backend
             run = alone(part.forward if path else part)
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
             if calls > 1:
-                compiled = noting_calls(compiled)
+                compiled = noting_calls(compiled, common)
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]
@@ -241,29 +247,6 @@ class Regions:
         if self.lean and self.replaced.layers:
             rest.append(f"that is estimated to take {self.shares.of_step:.1%} of a step")
         return [*found, "the rest of the model runs as it is written", *rest]
-
-
-@contextmanager
-def _counted(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Calls with tensors, by path."""
-    counts: dict[str, int] = {}
-    hooks = []
-
-    def count(path: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-                counts[path] = counts.get(path, 0) + 1
-
-        return hook
-
-    for path, part in model.named_modules():
-        if path:
-            hooks.append(part.register_forward_pre_hook(count(path), with_kwargs=True))
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def worth_compiling(part: nn.Module) -> bool:
