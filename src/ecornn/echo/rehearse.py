@@ -4,8 +4,8 @@ Parts of such a model are compiled, the rest runs as it is written. A copy of th
 numbers takes one forward and one backward pass by torch's own autograd: operators of the rest make
 what they make, compiled parts run the code that was generated for them, its kernels doing nothing
 (`replay.py`). Every storage is counted from when it is made until its last reference goes, as an
-allocator would count it. Scratch memory inside kernels is not seen, but for cuDNN's layers, whose
-reserve is measured at a short length.
+allocator would count it. Scratch memory inside kernels is not seen, but for that of cuDNN's layers
+and CTC loss, which is measured at a short length, as is what the layers reserve.
 """
 
 from __future__ import annotations
