@@ -29,6 +29,7 @@ from ecornn.echo.lean.worth import Priced, Shares
 from ecornn.echo.options import Options
 from ecornn.echo.rehearse import ModelCall, rehearsed
 from ecornn.echo.report import GraphReport
+from ecornn.echo.starts import Starts
 from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
 from ecornn.errors import InvalidInput
 
@@ -72,6 +73,8 @@ class Regions:
         self.first_call: ModelCall | None = None
         #: By path: which of the tensors that a part is called with are the same at all calls.
         self.common: dict[str, frozenset[int]] = {}
+        self.fed_back: dict[str, frozenset[int]] = {}  # or are results of its calls before
+        self._starts: dict[str, Starts] = {}
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -137,7 +140,8 @@ class Regions:
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
-        self.shares, self.first_call, self.common = mode.shares, given, calls.common()
+        self.shares, self.first_call = mode.shares, given
+        self.common, self.fed_back = calls.common(), calls.fed_back()
         return calls.counts
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
@@ -169,6 +173,8 @@ class Regions:
             for path, count in calls.items():
                 part = self.model.get_submodule(path)
                 compiled = self._of(path, part, count)
+                if path in self._starts:
+                    self._starts[path].next_is_first = True
                 self._before.append((part, part.__dict__.get("forward")))
                 part.__dict__["forward"] = compiled
         except BaseException:
@@ -201,9 +207,17 @@ class Regions:
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
             if calls > 1:
                 compiled = noting_calls(compiled, common)
+                self._starts[path] = starts = Starts(self._beginning(path, part))
+                compiled = starts.around(compiled)
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]
+
+    def _beginning(self, path: str, part: nn.Module) -> frozenset[int]:
+        """Inputs whose gradients are as well asked for from the first call on: its results have
+        some in any case, if its weights are trained."""
+        trained = any(weight.requires_grad for weight in part.parameters())
+        return self.fed_back.get(path, frozenset()) if trained else frozenset()
 
     def _seconds_beside(self) -> float:
         """Of a step, outside the regions, each of which has its part of it to be measured by."""
@@ -217,7 +231,9 @@ class Regions:
             objects = "it is called with objects that may hold tensors, and these are not kept"
             raise NotUnderstood(self.why_wet or (objects if called else "not called yet"))
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
-        return rehearsed(self.model, self.first_call, parts, self._assumed if self.lean else None)
+        starts = {path: self._beginning(path, self.model.get_submodule(path)) for path in parts}
+        functions = self._assumed if self.lean else None
+        return rehearsed(self.model, self.first_call, parts, functions, starts)
 
     def _assumed(self) -> LeanFunctions:
         """The functions that are replaced in a rehearsal."""

@@ -10,7 +10,7 @@ and CTC loss, which is measured at a short length, as is what the layers reserve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +26,7 @@ from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, Ledger, callable_of
+from ecornn.echo.starts import Starts
 from ecornn.echo.twin import alone, device_of, draws_kept, without_numbers
 from ecornn.echo.weight_sums import WeightSums
 
@@ -115,6 +116,7 @@ class Rehearsal:
     mode: Counted
     model: nn.Module
     functions: Callable[[], Any] | None = None
+    starts: dict[str, Starts] = field(default_factory=dict)
     _runs: dict[int, Callable[[list[Any]], Any]] = field(default_factory=dict)
     _sums: dict[int, WeightSums] = field(default_factory=dict)
 
@@ -126,6 +128,8 @@ class Rehearsal:
 
     def call(self, call: ModelCall, given: Any) -> Any:
         args, kwargs = given
+        for one in self.starts.values():
+            one.next_is_first = True
         with self.mode, call.context():
             if self.functions is None:
                 return self.model(*args, **kwargs)
@@ -227,12 +231,15 @@ def rehearsed(
     call: ModelCall,
     parts: Mapping[str, Sequence[Recorded]],
     functions: Callable[[], Any] | None,
+    starts: Mapping[str, Collection[int]] | None = None,
 ) -> int:
-    """The most bytes that both passes of a call hold at once beside what is there before."""
+    """The most bytes that both passes of a call hold at once beside what is there before.
+    `starts`: by path, see `Starts`."""
     mode = Counted(device_of(model).type)
     try:
         with draws_kept():
-            rehearsal = Rehearsal(parts, mode, without_numbers(model, mode), functions)
+            first = {path: Starts(places) for path, places in (starts or {}).items()}
+            rehearsal = Rehearsal(parts, mode, without_numbers(model, mode), functions, first)
             try:
                 return _most(rehearsal, call)
             finally:
@@ -250,6 +257,8 @@ def _most(rehearsal: Rehearsal, call: ModelCall) -> int:
         part = model.get_submodule(path)
         found = rehearsal.backend(path)
         compiled = torch.compile(alone(part.forward), backend=found, dynamic=False)
+        if path in rehearsal.starts:
+            compiled = rehearsal.starts[path].around(compiled)
         part.__dict__["forward"] = without_lean_functions(compiled)
     for tensor in (*model.parameters(), *model.buffers()):
         mode.held(tensor).grad = None
