@@ -72,6 +72,7 @@ def terms(geometry: Geometry, hidden: int) -> dict[str, float]:
     items = -(-tile.units * batch // tile.threads)
     if tile.direct:
         items = tile.row_tiles * batch_tiles * (2 * min(2, batch) if tile.outer == 1 else 1)
+        items = min(items, tile.items)
     in_shared = (tile.row_tiles - tile.register_tiles) * tile.chunks * 2 * tile.threads * 16
     kilobytes = batch * tile.inner * hidden * tile.element_bytes / tile.owners / 1024
     found = {
