@@ -59,6 +59,8 @@ class EchoBackend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         codegen, why = choose_codegen(self.options.codegen, inputs)
+        if codegen == "inductor":
+            start_compilers(inputs)
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
         self.report.add(told)
         recorded = Recorded(self._key_of(module, inputs))
@@ -176,12 +178,27 @@ def choose_codegen(asked: str | None, inputs: Sequence[Any]) -> tuple[str, str]:
     """(code generation, why)"""
     if asked is not None:
         return asked, "asked for"
-    on_cuda = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in inputs)
-    if not on_cuda:
+    if not _on_cuda(inputs):
         return "eager", "the graph has no input on CUDA"
     if importlib.util.find_spec("triton") is None:
         return "eager", "Triton is not installed"
     return "inductor", "the graph runs on CUDA and Triton is installed"
+
+
+def _on_cuda(inputs: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.device.type == "cuda" for x in inputs)
+
+
+def start_compilers(inputs: Sequence[Any]) -> None:
+    """torch's processes that compile kernels for CUDA, as its own backend starts them: until they
+    are there, kernels are compiled one after the other."""
+    if not _on_cuda(inputs):
+        return
+    from torch._inductor import async_compile
+
+    start = getattr(async_compile, "maybe_warm_pool", None)
+    if start is not None:
+        start()
 
 
 def _eager(

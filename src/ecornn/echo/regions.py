@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ecornn.echo.backend import EchoBackend
+from ecornn.echo.backend import EchoBackend, choose_codegen, start_compilers
 from ecornn.echo.calls_noted import CommonInputs, noting_calls
 from ecornn.echo.counted import counted
 from ecornn.echo.graph import NotUnderstood
@@ -84,6 +84,9 @@ class Regions:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.calls is None or any(count == 0 for count in self.calls.values()):
+            weights = list(self.model.parameters())
+            if choose_codegen(self.options.codegen, weights)[0] == "inductor":
+                start_compilers(weights)  # ready when the calls are counted and a part is traced
             counts = self._counted_dry(args, kwargs)
             if counts is None:
                 return self._counted_wet(args, kwargs)
