@@ -21,7 +21,8 @@ from ecornn.bench.training.contenders import (
     replayed,
 )
 from ecornn.bench.training.measure import EFFORTS, Measurement
-from ecornn.echo.rehearse import ModelCall, rehearsed
+from ecornn.echo.model_call import ModelCall
+from ecornn.echo.rehearse import rehearsed
 
 CUDA = torch.device("cuda")
 

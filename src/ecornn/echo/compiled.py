@@ -14,7 +14,8 @@ from ecornn.echo.backend import EchoBackend
 from ecornn.echo.explain import Explanation
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.options import Options, read_options
-from ecornn.echo.regions import Regions, named
+from ecornn.echo.parts import named
+from ecornn.echo.regions import Regions
 from ecornn.echo.twin import alone
 from ecornn.errors import EcornnError, InvalidInput
 

@@ -8,15 +8,15 @@ one call keeps is there as many times when the backward passes begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.graph import NotUnderstood
@@ -24,27 +24,19 @@ from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
 from ecornn.echo.lean.needs import missing
 from ecornn.echo.lean.worth import Priced, Shares
+from ecornn.echo.model_call import ModelCall
 from ecornn.echo.options import Options
-from ecornn.echo.rehearse import ModelCall, rehearsed
+from ecornn.echo.parts import (
+    FEWEST_CALLS,
+    called_often,
+    counted,
+    runs_untraced_layers,
+    traceable,
+)
+from ecornn.echo.rehearse import rehearsed
 from ecornn.echo.report import GraphReport
 from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
 from ecornn.echo.weight_sums import noting_calls
-from ecornn.errors import InvalidInput
-
-#: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
-FEWEST_CALLS = 4
-
-
-def named(model: nn.Module, region: str | nn.Module) -> str:
-    """The path of a part."""
-    path: str
-    for path, part in model.named_modules():
-        if path and (part is region or path == region):
-            return path
-    parts = ", ".join(path for path, _ in model.named_children()) or "none"
-    raise InvalidInput(
-        "regions", repr(region), "a part of the model or its path", f"its parts are: {parts}"
-    )
 
 
 class Regions:
@@ -105,12 +97,7 @@ class Regions:
 
     def _settle(self, counts: dict[str, int]) -> None:
         if self.calls is None:
-            often = {
-                path: count
-                for path, count in counts.items()
-                if count >= FEWEST_CALLS and worth_compiling(self.model.get_submodule(path))
-            }
-            self.calls = {path: count for path, count in often.items() if not _within(path, often)}
+            self.calls = called_often(self.model, counts)
             self.divided = bool(self.calls)
             if not self.divided and runs_untraced_layers(self.model):
                 self.divided = self.untraced = True
@@ -129,7 +116,7 @@ class Regions:
             with draws_kept():
                 twin = without_numbers(self.model, mode)
                 args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
-                with _counted(twin) as counts, mode.parts_of(twin), mode, torch.no_grad():
+                with counted(twin) as counts, mode.parts_of(twin), mode, torch.no_grad():
                     twin(*args, **kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -139,7 +126,7 @@ class Regions:
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
         """One call of the model as it is, its parts' calls counted."""
-        with _counted(self.model) as counts:
+        with counted(self.model) as counts:
             result = self.model(*args, **kwargs)
         self._settle(counts)
         return result
@@ -241,56 +228,3 @@ class Regions:
         if self.lean and self.replaced.layers:
             rest.append(f"that is estimated to take {self.shares.of_step:.1%} of a step")
         return [*found, "the rest of the model runs as it is written", *rest]
-
-
-@contextmanager
-def _counted(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Calls with tensors, by path."""
-    counts: dict[str, int] = {}
-    hooks = []
-
-    def count(path: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-                counts[path] = counts.get(path, 0) + 1
-
-        return hook
-
-    for path, part in model.named_modules():
-        if path:
-            hooks.append(part.register_forward_pre_hook(count(path), with_kwargs=True))
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def worth_compiling(part: nn.Module) -> bool:
-    """A single layer of torch.nn, or a part without weights, leaves nothing to plan by itself: such
-    a part, an activation used all over a model among them, stays in the graph of the whole."""
-    single = type(part).__module__.startswith("torch.nn") and not list(part.children())
-    return not single and any(True for _ in part.parameters())
-
-
-def runs_untraced_layers(model: nn.Module) -> bool:
-    """torch's compiler leaves its own recurrent layers alone, and with them every function that
-    calls them in a loop."""
-    allowed = getattr(torch._dynamo.config, "allow_rnn", False)
-    return not allowed and any(isinstance(part, nn.RNNBase) for part in model.modules())
-
-
-def traceable(model: nn.Module, counts: dict[str, int]) -> list[str]:
-    """The largest parts that were called and have no such layer."""
-    found = [
-        path
-        for path in counts
-        if not runs_untraced_layers(part := model.get_submodule(path)) and worth_compiling(part)
-    ]
-    return [path for path in found if not _within(path, found)]
-
-
-def _within(path: str, others: Container[str]) -> bool:
-    """Is a part within another?"""
-    parents = (path.rsplit(".", k)[0] for k in range(1, path.count(".") + 1))
-    return any(parent in others for parent in parents)

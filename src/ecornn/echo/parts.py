@@ -1,0 +1,92 @@
+"""Which parts of a model are compiled by themselves: those that it calls many times, or the largest
+without layers that torch's compiler leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ecornn.errors import InvalidInput
+
+#: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
+FEWEST_CALLS = 4
+
+
+def named(model: nn.Module, region: str | nn.Module) -> str:
+    """The path of a part."""
+    path: str
+    for path, part in model.named_modules():
+        if path and (part is region or path == region):
+            return path
+    parts = ", ".join(path for path, _ in model.named_children()) or "none"
+    raise InvalidInput(
+        "regions", repr(region), "a part of the model or its path", f"its parts are: {parts}"
+    )
+
+
+@contextmanager
+def counted(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Calls with tensors, by path."""
+    counts: dict[str, int] = {}
+    hooks = []
+
+    def count(path: str) -> Callable[..., None]:
+        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+                counts[path] = counts.get(path, 0) + 1
+
+        return hook
+
+    for path, part in model.named_modules():
+        if path:
+            hooks.append(part.register_forward_pre_hook(count(path), with_kwargs=True))
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def called_often(model: nn.Module, counts: dict[str, int]) -> dict[str, int]:
+    """Of parts that are called so often that they are compiled once for all calls, these calls."""
+    often = {
+        path: count
+        for path, count in counts.items()
+        if count >= FEWEST_CALLS and worth_compiling(model.get_submodule(path))
+    }
+    return {path: count for path, count in often.items() if not within(path, often)}
+
+
+def worth_compiling(part: nn.Module) -> bool:
+    """A single layer of torch.nn, or a part without weights, leaves nothing to plan by itself: such
+    a part, an activation used all over a model among them, stays in the graph of the whole."""
+    single = type(part).__module__.startswith("torch.nn") and not list(part.children())
+    return not single and any(True for _ in part.parameters())
+
+
+def runs_untraced_layers(model: nn.Module) -> bool:
+    """torch's compiler leaves its own recurrent layers alone, and with them every function that
+    calls them in a loop."""
+    allowed = getattr(torch._dynamo.config, "allow_rnn", False)
+    return not allowed and any(isinstance(part, nn.RNNBase) for part in model.modules())
+
+
+def traceable(model: nn.Module, counts: dict[str, int]) -> list[str]:
+    """The largest parts that were called and have no such layer."""
+    found = [
+        path
+        for path in counts
+        if not runs_untraced_layers(part := model.get_submodule(path)) and worth_compiling(part)
+    ]
+    return [path for path in found if not within(path, found)]
+
+
+def within(path: str, others: Container[str]) -> bool:
+    """Is a part within another?"""
+    parents = (path.rsplit(".", k)[0] for k in range(1, path.count(".") + 1))
+    return any(parent in others for parent in parents)
