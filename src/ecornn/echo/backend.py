@@ -38,13 +38,20 @@ class FellBack(UserWarning):
 class EchoBackend:
     """A backend for torch.compile, which remembers what it decided. `calls`: how often a graph's
     forward pass runs before its backward passes do, as a decoder's step does. `beside_s`: seconds
-    that a step takes elsewhere, for each of these calls."""
+    that a step takes elsewhere, for each of these calls. `within_step`: what is asked for is a part
+    of what is asked for a step, which is rehearsed as a whole."""
 
     def __init__(
-        self, options: Options, *, calls: int = 1, beside_s: float = 0.0, part: str = ""
+        self,
+        options: Options,
+        *,
+        calls: int = 1,
+        beside_s: float = 0.0,
+        part: str = "",
+        within_step: bool = False,
     ) -> None:
         self.options, self.calls, self.part = options, calls, part
-        self.beside_s = beside_s
+        self.beside_s, self.within_step = beside_s, within_step
         self.report = Report()
         #: What runs, for those who rehearse it; the latest last. None: nobody will.
         self.recorded: list[Recorded] | None = None
@@ -52,6 +59,7 @@ class EchoBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         codegen, why = choose_codegen(self.options.codegen, inputs)
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
+        told.within_step = self.within_step
         self.report.add(told)
         recorded = Recorded(self._key_of(module, inputs))
         # other tensors of a module, states for one, may be others at each call

@@ -1,4 +1,5 @@
-"""`ModelCall`: what a model was called with, without its numbers."""
+"""`ModelCall`: what a model was called with, without its numbers; and whether a call asks for
+gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+#: Why there may be none of a call.
+OBJECTS = "it is called with objects that may hold tensors, and these are not kept"
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,10 @@ def _form(value: Any) -> Any:
         return value
     form = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
     return Form(*form, value.requires_grad)
+
+
+def asks_for_gradients(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return any(tensor.requires_grad for tensor in (*model.parameters(), *tensors))

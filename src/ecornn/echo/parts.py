@@ -15,6 +15,8 @@ from ecornn.errors import InvalidInput
 
 #: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
 FEWEST_CALLS = 4
+#: Why none is compiled by itself.
+SELDOM = f"no part of it, single layers aside, is called {FEWEST_CALLS} times or more"
 
 
 def named(model: nn.Module, region: str | nn.Module) -> str:

@@ -8,8 +8,9 @@ one call keeps is there as many times when the backward passes begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -19,22 +20,19 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ecornn.echo.backend import EchoBackend
+from ecornn.echo.counted import Functions, NotedFunctions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.alone import AssumedLoan
+from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
 from ecornn.echo.lean.needs import missing
-from ecornn.echo.lean.worth import Priced, Shares
-from ecornn.echo.model_call import ModelCall
-from ecornn.echo.options import Options
-from ecornn.echo.parts import (
-    FEWEST_CALLS,
-    called_often,
-    counted,
-    runs_untraced_layers,
-    traceable,
-)
+from ecornn.echo.lean.worth import NEARLY_FREE, Priced, Shares
+from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
+from ecornn.echo.options import Memory, Options
+from ecornn.echo.parts import SELDOM, called_often, counted, runs_untraced_layers, traceable
 from ecornn.echo.rehearse import rehearsed
 from ecornn.echo.report import GraphReport
+from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
 from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
 from ecornn.echo.weight_sums import noting_calls
 
@@ -60,7 +58,12 @@ class Regions:
         self.why_wet: str | None = None
         self.replaced = Replaced()
         self.shares = Shares()
+        #: The one that is rehearsed: the first, or with a budget the first that asks for gradients.
         self.first_call: ModelCall | None = None
+        #: With a budget, how a step is run; was it planned for scores that nobody else refers to?
+        self.step: Step | None = None
+        self._taken_for_private = False
+        self._nearly_free: Container[int] = NO_CALL
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -76,13 +79,14 @@ class Regions:
             self._settle(counts)
         if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
+        self._plan_for_budget(args, kwargs)
         with self._in_place():
             return self._called(args, kwargs)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         if not self.lean:
             return self.model(*args, **kwargs)
-        functions = LeanFunctions(self.replaced, rerun_layers=self._reruns_layers)
+        functions = LeanFunctions(self.replaced, again=self._again)
         try:
             with functions:
                 return self.model(*args, **kwargs)
@@ -90,10 +94,35 @@ class Regions:
             functions.end_of_call()
 
     @property
-    def _reruns_layers(self) -> bool:
-        kind = self.options.memory.kind
-        nearly_free = kind == "auto" and self.shares.nearly_free
-        return self.lean == "layers" or kind == "min" or nearly_free
+    def _again(self) -> Container[int]:
+        """The places of calls of recurrent layers that are run again."""
+        if self.lean == "layers" or self.options.memory.kind == "min":
+            return EVERY_CALL
+        return self._nearly_free if self.step is None else self.step.way.again
+
+    def _plan_for_budget(self, args: Any, kwargs: Any) -> None:
+        """A budget is one of the whole step. It is planned when a call asks for gradients, before
+        anything of it runs. Raises where it cannot be met, or nobody can tell."""
+        if self.options.memory.kind not in ("bytes", "fraction"):
+            return
+        with self._lock:
+            known = self.step is not None and (self._private or not self._taken_for_private)
+            if known or not asks_for_gradients(self.model, args, kwargs):
+                return
+            self._taken_for_private = self._private
+            call = ModelCall.of(args, kwargs, device_of(self.model))
+            if call is None:
+                raise cannot_be_promised(self.options.memory, OBJECTS)
+            calls = self.calls or {}
+            asked = Asked(
+                *(self.model, call, self.options.memory, calls, self._backend_of),
+                functions=self._assumed if self.lean else None,
+                every=self.lean == "layers",
+            )
+            self.step, self.first_call = within_budget(asked), call
+            self.calls = {path: calls[path] for path in self.step.way.parts}
+            self._compiled.clear()
+            self._backends.clear()
 
     def _settle(self, counts: dict[str, int]) -> None:
         if self.calls is None:
@@ -104,6 +133,8 @@ class Regions:
                 self.calls = {path: counts[path] for path in traceable(self.model, counts)}
         else:
             self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
+        if self.options.memory.kind == "auto":
+            self._nearly_free = self.shares.nearly_free(self.calls)
 
     def _counted_dry(self, args: Any, kwargs: Any) -> dict[str, int] | None:
         """Calls of the parts, by a run of a copy on fake tensors: it takes no memory, computes
@@ -129,6 +160,8 @@ class Regions:
         with counted(self.model) as counts:
             result = self.model(*args, **kwargs)
         self._settle(counts)
+        if self.divided:
+            self._plan_for_budget(args, kwargs)
         return result
 
     @contextmanager
@@ -173,10 +206,8 @@ class Regions:
         known = self._compiled.get(path)
         inside = known is not None and part.__dict__.get("forward") is known[1]
         if known is None or (not inside and known[0] != part.forward):
-            beside = self._seconds_beside() / calls if path else 0.0
-            told = path or type(part).__name__
-            backend = EchoBackend(self.options, calls=calls, beside_s=beside, part=told)
-            backend.recorded = [] if path else None
+            asked = self.step.way.parts[path] if path and self.step else self.options.memory
+            backend = self._backend_of(path, asked)
             self._backends[path] = backend
             run = alone(part.forward if path else part)
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
@@ -185,6 +216,21 @@ class Regions:
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]
+
+    def _backend_of(self, path: str, memory: Memory) -> EchoBackend:
+        if not path:
+            return EchoBackend(self.options, part=type(self.model).__name__)
+        assert self.calls is not None
+        calls = self.calls[path]
+        backend = EchoBackend(
+            replace(self.options, memory=memory),
+            calls=calls,
+            beside_s=self._seconds_beside() / calls,
+            part=path,
+            within_step=self.options.memory.kind in ("bytes", "fraction"),
+        )
+        backend.recorded = []
+        return backend
 
     def _seconds_beside(self) -> float:
         """Of a step, outside the regions, each of which has its part of it to be measured by."""
@@ -195,16 +241,21 @@ class Regions:
         it, by a rehearsal. Raises where that is not possible."""
         if self.first_call is None:
             called = self.calls is not None and any(self.calls.values())
-            objects = "it is called with objects that may hold tensors, and these are not kept"
-            raise NotUnderstood(self.why_wet or (objects if called else "not called yet"))
+            raise NotUnderstood(self.why_wet or (OBJECTS if called else "not called yet"))
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
-        return rehearsed(self.model, self.first_call, parts, self._assumed if self.lean else None)
+        functions = self._assumed(self._again) if self.lean else None
+        return rehearsed(self.model, self.first_call, parts, functions)
 
-    def _assumed(self) -> LeanFunctions:
-        """The functions that are replaced in a rehearsal."""
-        private = 0 < self.replaced.calls == self.replaced.private
-        lend = partial(AssumedLoan, private=private)
-        return LeanFunctions(Replaced(), rerun_layers=self._reruns_layers, lend=lend)
+    @property
+    def _private(self) -> bool:
+        """Nobody else referred to the scores of a cross entropy, so far."""
+        return self.replaced.calls == self.replaced.private
+
+    def _assumed(self, again: Container[int]) -> Functions:
+        """The functions that are replaced in a rehearsal. Before scores were seen that others refer
+        to, it is assumed that there are none."""
+        lend = partial(AssumedLoan, private=self._private)
+        return partial(NotedFunctions, again=again, lend=lend)
 
     def graphs(self) -> list[GraphReport]:
         return [told for backend in self._backends.values() for told in backend.report.graphs]
@@ -214,8 +265,7 @@ class Regions:
         if self.calls is None:
             return ["not called yet: nothing is compiled"]
         if not self.divided:
-            often = f"no part of it, single layers aside, is called {FEWEST_CALLS} times or more"
-            return [f"the whole model is compiled: {'as asked for' if self.given else often}"]
+            return [f"the whole model is compiled: {'as asked for' if self.given else SELDOM}"]
         how = "named by the caller" if self.given else "found at the first call"
         parts = "; ".join(f"{path}, {count} times" for path, count in self.calls.items())
         found = [f"called in one forward pass, {how}, each compiled once: {parts or 'none'}"]
@@ -225,6 +275,20 @@ class Regions:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
         unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
         rest = self.replaced.told() if self.lean else [unlean]
-        if self.lean and self.replaced.layers:
-            rest.append(f"that is estimated to take {self.shares.of_step:.1%} of a step")
-        return [*found, "the rest of the model runs as it is written", *rest]
+        if self.lean and self.replaced.latest_able:
+            rest.append(self._told_of_layers())
+        budget = [] if self.step is None else [self.step.told()]
+        return [*found, *budget, "the rest of the model runs as it is written", *rest]
+
+    def _told_of_layers(self) -> str:
+        able, again = self.replaced.latest_able, self.replaced.latest_again
+        if self.lean == "layers":
+            why = "as asked for"
+        elif self.options.memory.kind == "min":
+            why = "as little memory as can be was asked for"
+        elif self.step is not None:
+            why = "as few as were found to be enough" if again else "none need be"
+        else:
+            why = f"as many as are estimated to take {NEARLY_FREE:.0%} of a step or less"
+        why += self.shares.told(self._again, self.calls or ())
+        return f"of {able} calls of recurrent layers in a forward pass {again} are run again: {why}"
