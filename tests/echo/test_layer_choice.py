@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ecornn.echo import fakes
-from ecornn.echo.counted import Functions, NotedFunctions
+from ecornn.echo.counted_storages import Functions, NotedFunctions
 from ecornn.echo.cudnn import Room
 from ecornn.echo.layer_choice import LayerChoice
 from ecornn.echo.lean import layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-from ecornn.echo.counted import Functions
+from ecornn.echo.counted_storages import Functions
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.rehearse import Rehearsal, Rehearsed
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ecornn.echo.backend import EchoBackend
-from ecornn.echo.counted import Functions, NotedFunctions
+from ecornn.echo.counted_storages import Functions, NotedFunctions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL

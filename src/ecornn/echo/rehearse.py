@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ecornn.echo.counted import Counted, Functions
+from ecornn.echo.counted_storages import Counted, Functions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.model_call import ModelCall

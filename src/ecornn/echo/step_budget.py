@@ -18,7 +18,7 @@ import torch._functorch.config as functorch_config
 from torch import fx, nn
 
 from ecornn.echo.backend import EchoBackend
-from ecornn.echo.counted import Functions
+from ecornn.echo.counted_storages import Functions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.layer_choice import LayerChoice
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
