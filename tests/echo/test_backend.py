@@ -124,6 +124,14 @@ def test_code_generation_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) ->
         device = torch.device("cuda")
 
     there = torch.randn(2).as_subclass(OnCuda)
+    started: list[bool] = []
+    monkeypatch.setattr(
+        "torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(True), raising=False
+    )
+    backend_module.start_compilers([torch.randn(2), 3])
+    assert not started, "they compile for CUDA"
+    backend_module.start_compilers([3, there])
+    assert started
     monkeypatch.setattr(backend_module.importlib.util, "find_spec", lambda name: object())
     assert choose_codegen(None, [there])[0] == "inductor"
     monkeypatch.setattr(backend_module.importlib.util, "find_spec", lambda name: None)

@@ -18,7 +18,6 @@ from ecornn.bench.models.step import make_step
 from ecornn.bench.training.memory import allocated_peak
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean import cross_entropy, layers
-from ecornn.echo.step_budget import within_budget
 from ecornn.errors import InvalidInput
 
 
@@ -329,13 +328,19 @@ def test_a_part_that_is_not_understood_is_counted_all_the_same() -> None:
     )
 
 
-def test_the_code_that_inductor_will_generate_is_known_before() -> None:
-    pytest.importorskip("torch._inductor")
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_what_will_run_is_known_before(codegen: str) -> None:
     step = make_step("nmt", size="tiny", device="cpu", batch=16)
-    run = step.run = ecornn.compile(step.model, memory=0.8, codegen="inductor")
+    run = step.run = ecornn.compile(step.model, memory=0.8, codegen=codegen)
     for _ in range(2):
         step()
-    found = run._regions.step.way.found
+    way = run._regions.step.way
+    planned, graphs = way.graphs["decoder"], run.explain().graphs
+    assert not {*map(id, planned)} & {*map(id, graphs)}, "reports are of what runs"
+    for one, other in zip(planned, graphs, strict=True):
+        assert (one.chosen, one.foretold) == (other.chosen, other.foretold)
+        assert one.sums == other.sums is not None
+    found = way.found
     assert found.most == run.explain().predicted_peak_bytes(0)
 
     def passes() -> None:
@@ -344,25 +349,3 @@ def test_the_code_that_inductor_will_generate_is_known_before() -> None:
     step.clear()
     assert found.most == pytest.approx(allocated_peak(passes), rel=0.02)
     assert found.held + found.most <= run._regions.step.limit
-
-
-def test_a_part_is_planned_again_as_it_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was rehearsed is what runs."""
-    from ecornn.echo import regions
-
-    seen: list[Any] = []
-
-    def noted(asked: Any) -> Any:
-        seen.append(within_budget(asked))
-        return seen[-1]
-
-    monkeypatch.setattr(regions, "within_budget", noted)
-    model, x = Looped(), torch.randn(64, 16)
-    run = ecornn.compile(model, memory=0.9, codegen="eager")
-    run(x).backward()
-    run(x).backward()
-    (step,) = seen
-    planned, graphs = step.way.graphs["part"], run.explain().graphs
-    assert len(graphs) == 2
-    assert [graph.chosen for graph in planned] == [graph.chosen for graph in graphs]
-    assert not {*map(id, planned)} & {*map(id, graphs)}, "reports are of what runs"

@@ -223,15 +223,22 @@ def test_ends_and_resets(cell: str, feature: str, hidden: int) -> None:
 
 
 #: Ways to share the work of a step, whichever of them is the fastest: (blocks exchange through L2,
-#: they are in clusters, a warp has the whole inner dimension).
+#: they are in clusters, a warp has the whole inner dimension, sequences are repeated).
 REGIMES = {
-    "one block": (False, False, False),
-    "one block, direct": (False, False, True),
-    "cluster": (False, True, False),
-    "cluster, direct": (False, True, True),
-    "chip": (True, False, False),
-    "chip in clusters": (True, True, False),
+    "one block": (False, False, False, False),
+    "one block, direct": (False, False, True, False),
+    "one block, repeated": (False, False, True, True),
+    "cluster": (False, True, False, False),
+    "cluster, direct": (False, True, True, False),
+    "cluster, repeated": (False, True, True, True),
+    "chip": (True, False, False, False),
+    "chip in clusters": (True, True, False, False),
 }
+
+
+def regime_of(geometry: Geometry) -> tuple[bool, ...]:
+    tile = geometry.tile
+    return tile.grid, tile.cluster > 1, tile.direct, tile.width < 8
 
 
 @pytest.mark.parametrize("features", [False, True], ids=["plain", "features"])
@@ -250,9 +257,7 @@ def test_every_regime(
 
     def of_the_regime(ask: Request, index: int) -> Geometry | None:
         fitting = (
-            g
-            for g in candidates(ask, device.chip(index))
-            if (g.tile.grid, g.tile.cluster > 1, g.tile.direct) == REGIMES[regime]
+            g for g in candidates(ask, device.chip(index)) if regime_of(g) == REGIMES[regime]
         )
         return next(fitting, None)
 

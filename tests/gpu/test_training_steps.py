@@ -14,6 +14,7 @@ from ecornn.bench.training.build import NotMeasurable, configured
 from ecornn.bench.training.cases import NAMED, ModelCase, make_case
 from ecornn.bench.training.contenders import (
     CHECKPOINT,
+    COMPILE,
     EAGER,
     ECHO,
     ECHO_EAGER,
@@ -52,9 +53,9 @@ def test_plain_steps(name: str, contender: object) -> None:
     assert "wrong" not in metrics
 
 
-@pytest.mark.parametrize("name", [n for n in NAMED if n != "speech"])
+@pytest.mark.parametrize("name", NAMED)
 def test_a_replayed_step_is_eager_s(name: str) -> None:
-    """Dropout included. The speech model's CTC loss waits for the device, which no graph can."""
+    """Dropout included."""
     metrics = measured(make_case(name, "step", tiny=True), replayed(EAGER))
     assert "wrong" not in metrics
     assert float(metrics["error"]) < 1e-2
@@ -65,8 +66,9 @@ def test_what_cannot_be_captured_says_why() -> None:
         measured(make_case("gpt2", "step", tiny=True), replayed(CHECKPOINT))
 
 
-def test_a_replayed_checkpoint() -> None:
-    metrics = measured(make_case("nmt-50", "step", tiny=True), replayed(CHECKPOINT))
+@pytest.mark.parametrize("name", ["nmt-50", "speech"])
+def test_a_replayed_checkpoint(name: str) -> None:
+    metrics = measured(make_case(name, "step", tiny=True), replayed(CHECKPOINT))
     assert "wrong" not in metrics
     assert float(metrics["step_ms"]) > 0
 
@@ -78,11 +80,19 @@ def test_the_largest_batch_is_found_by_running_out_of_memory() -> None:
     assert float(metrics["peak_bytes"]) <= 0.25 * 2**30
 
 
+@pytest.mark.parametrize("name", ["nmt-50", "speech"])
 @pytest.mark.parametrize("contender", [ECHO, replayed(ECHO)], ids=lambda c: c.name)
-def test_echo(contender: object) -> None:
-    metrics = measured(make_case("nmt-50", "step", tiny=True), contender)
+def test_echo(contender: object, name: str) -> None:
+    metrics = measured(make_case(name, "step", tiny=True), contender)
     assert "failed" not in metrics
     assert float(metrics["step_ms"]) > 0
+
+
+def test_torch_s_compiler_leaves_the_speech_model_s_loss_alone() -> None:
+    """It would run cuDNN's operator on texts and sounds of no length."""
+    metrics = measured(make_case("speech", "step", tiny=True), COMPILE)
+    assert "wrong" not in metrics
+    assert float(metrics["error"]) < 1e-2
 
 
 def test_echo_is_eager_s_when_it_draws_as_eager_does() -> None:

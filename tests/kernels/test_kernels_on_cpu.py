@@ -62,12 +62,15 @@ class Case(NamedTuple):
     at_once: int = 0
     #: Of partial sums; one where shared memory is short.
     buffers: int = 2
+    #: Sequences of a tile; fewer than 8 are repeated.
+    width: int = 8
 
     def __str__(self) -> str:
         named = ("features", "pieces")
         more = [name for name in named if getattr(self, name)]
         more += ["tf32"] if self.numbers == "tf32" else []
         more += [f"{self.at_once} at once"] if self.at_once else []
+        more += [f"{self.width} repeated"] if self.width < 8 else []
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
         return "-".join([self.cell, dtype, size, self.regime, *more])
@@ -79,7 +82,11 @@ class Case(NamedTuple):
             if tile.grid
             else ("one block" if tile.cluster == 1 else "cluster")
         )
-        return regime == self.regime and geometry.all_blocks * tile.threads <= MOST_THREADS
+        return (
+            regime == self.regime
+            and tile.width == self.width
+            and geometry.all_blocks * tile.threads <= MOST_THREADS
+        )
 
     def geometry(self, ask: Request, _device: Any) -> Geometry | None:
         """One that waits for several loads in turn, where there is one; of those, one that
@@ -115,6 +122,17 @@ CASES = (
     Case("gru", FP32, 24, 3, "one block"),
     Case("lstm", FP32, 64, 9, numbers="tf32"),
     Case("gru", FP32, 24, 3, "cluster", numbers="tf32"),
+    # sequences repeated, so that all lanes have work: every cell, both widths, a last group that is
+    # not full, units that end inside a warp's, several items of a thread
+    Case("lstm", BF16, 64, 3, "one block", width=1),
+    Case("lstm", BF16, 60, 3, "one block", width=2, directions=2, features=True),
+    Case("gru", FP32, 24, 3, "one block", width=2, features=True, pieces=True),
+    Case("rnn_tanh", BF16, 40, 2, "one block", width=1, features=True),
+    Case("rnn_relu", FP32, 33, 3, "one block", width=2),
+    Case("lstm", FP32, 64, 1, "one block", width=1, numbers="tf32"),
+    Case("gru", BF16, 85, 3, "cluster", width=2, features=True),
+    # whole rows of several tiles in registers
+    Case("lstm", BF16, 64, 13, "one block"),
     # four tiles abreast, several chunks of each at once, and the last tile not full
     Case("gru", BF16, 64, 29, directions=2, features=True, at_once=8),
     # so many weights in registers that shares are read late

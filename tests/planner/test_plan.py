@@ -192,10 +192,9 @@ class TestPersistent:
     @pytest.mark.parametrize(
         ("changes", "quicker"),
         [
-            ({"hidden": 64, "dtype": torch.float32, "brief": False}, True),
-            ({"hidden": 64, "dtype": torch.float32, "batch": 4, "brief": True}, True),
-            ({"hidden": 64, "dtype": torch.float32, "batch": 16, "brief": True}, False),
-            ({"hidden": 64, "dtype": torch.float32, "batch": 16, "captured": True}, True),
+            ({"hidden": 64, "dtype": torch.float32, "brief": False}, False),
+            ({"hidden": 64, "dtype": torch.float32, "batch": 4, "brief": True}, False),
+            ({"hidden": 64, "dtype": torch.float32, "batch": 16, "captured": True}, False),
             ({"hidden": 64, "dtype": torch.float32, "brief": True, "needs_grad": True}, False),
             ({"hidden": 64, "dtype": torch.float32, "needs_grad": True}, True),
             (
@@ -204,15 +203,13 @@ class TestPersistent:
                 True,
             ),
             ({"hidden": 64, "dtype": torch.float16, "batch": 4, "brief": True}, False),
-            ({"hidden": 64, "dtype": torch.float16, "batch": 4}, True),
+            ({"hidden": 64, "dtype": torch.float16, "batch": 4}, False),
             (
                 {"hidden": 64, "dtype": torch.float16, "batch": 4, "captured": True}
                 | {"needs_grad": True},
                 False,
             ),
-            ({"hidden": 64, "dtype": torch.float16, "batch": 16, "brief": True}, False),
-            ({"hidden": 64, "dtype": torch.float16, "batch": 4, "captured": True}, True),
-            ({"hidden": 64, "dtype": torch.float16, "batch": 16, "captured": True}, False),
+            ({"hidden": 64, "dtype": torch.float16, "batch": 4, "captured": True}, False),
             ({"hidden": 64, "dtype": torch.bfloat16, "brief": True}, False),
             ({"hidden": 128, "dtype": torch.float32, "brief": True, "needs_grad": True}, False),
             ({"hidden": 128, "dtype": torch.float16, "brief": True, "needs_grad": True}, False),
@@ -224,12 +221,6 @@ class TestPersistent:
             ),
             ({"hidden": 128, "dtype": torch.float32, "needs_grad": True}, False),
             ({"hidden": 128, "dtype": torch.bfloat16, "brief": True}, False),
-            ({"hidden": 64, "dtype": torch.float32, "lengths": True}, False),
-            ({"hidden": 64, "dtype": torch.float32, "layers": 2}, False),
-            ({"hidden": 64, "dtype": torch.float32, "bidirectional": True}, False),
-            ({"hidden": 64, "dtype": torch.float32, "cell": "gru"}, False),
-            ({"hidden": 64, "dtype": torch.float32, "keep": "states"}, False),
-            ({"hidden": 64, "dtype": torch.float32, "backend": "persistent"}, False),
             ({"hidden": 512, "dtype": torch.float16, "batch": 16, "brief": True}, False),
             ({"hidden": 1024, "dtype": torch.float16, "batch": 16, "brief": True}, True),
             (
@@ -254,6 +245,47 @@ class TestPersistent:
         monkeypatch.setattr(persistent.Persistent, "_does_not_fit", lambda self, spec: None)
         input_size = changes.get("hidden", 8)
         spec = asked(**{"device": "cuda", "input_size": input_size, **changes})
+        monkeypatch.setattr(persistent, "numbers_of", lambda dtype: "tf32")
+        assert ("quicker" in (self.backend.refuse(spec) or "")) == quicker
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            *({"lengths": True}, {"resets": True}, {"layers": 2}, {"bidirectional": True}),
+            *({"cell": "gru"}, {"keep": "states"}, {"backend": "persistent"}, {}),
+        ],
+    )
+    def test_leaves_nothing_to_cudnn_that_was_not_measured(
+        self, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from ecornn.backends import persistent
+
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent.Persistent, "_does_not_fit", lambda self, spec: None)
+        size = {"hidden": 64, "input_size": 64, "dtype": torch.float32, "needs_grad": True}
+        spec = asked(**{"device": "cuda", **size, **change})
+        assert ("quicker" in (self.backend.refuse(spec) or "")) is not bool(change)
+
+    @pytest.mark.parametrize(
+        ("changes", "quicker"),
+        [
+            ({}, True),
+            ({"batch": 4, "brief": True}, True),
+            ({"batch": 16, "brief": True}, False),
+            ({"batch": 16, "captured": True}, True),
+            ({"brief": True, "needs_grad": True}, False),
+            ({"needs_grad": True}, True),
+        ],
+    )
+    def test_leaves_more_to_cudnn_without_tf32(
+        self, changes: dict[str, Any], quicker: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from ecornn.backends import persistent
+
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent.Persistent, "_does_not_fit", lambda self, spec: None)
+        monkeypatch.setattr(persistent, "numbers_of", lambda dtype: "tf32x3")
+        spec = asked(device="cuda", input_size=64, hidden=64, dtype=torch.float32, **changes)
         assert ("quicker" in (self.backend.refuse(spec) or "")) == quicker
 
     def test_a_capture_finds_its_kernel_loaded_or_goes_to_torchs(
@@ -271,8 +303,10 @@ class TestPersistent:
         monkeypatch.setattr(persistent, "geometry", geometry)
         monkeypatch.setattr(persistent, "is_loaded", lambda ask, device: ask in loaded)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        for hidden, then in ((128, None), (64, "quicker")):
-            eager = asked(device="cuda", hidden=hidden, dtype=torch.float16, batch=4)
+        for hidden, then in ((128, None), (1024, "quicker")):
+            eager = asked(
+                device="cuda", hidden=hidden, input_size=hidden, dtype=torch.float16, batch=16
+            )
             captured = replace(eager, captured=True)
             assert "being captured" in (self.backend.refuse(captured) or "")
             # where it is cuDNN's, too, the kernel is loaded by now

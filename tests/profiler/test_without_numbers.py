@@ -15,11 +15,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ecornn.bench.models.speech import CTCLoss, joined
 from ecornn.bench.models.step import Step, make_step
 from ecornn.errors import InvalidInput
 from ecornn.profiler import MemoryReport, fit, meta_kernels, profile
 from ecornn.profiler.steps import read_step
-from ecornn.profiler.without_numbers import WIDEST
+from ecornn.profiler.without_numbers import BY_CUDNN, WIDEST
+from support.cudnn_ctc import CudnnOnTheCpu
 
 FRAMES, BATCH, CLASSES, LONGEST = 9, 3, 6, 5
 TEXTS = (3, LONGEST, 4)
@@ -62,11 +64,12 @@ class Made(TorchDispatchMode):
             self.results += [
                 (str(func), one.shape, one.stride(), one.dtype, one.untyped_storage().nbytes())
                 for one in tree_leaves(result)
+                if isinstance(one, Tensor)
             ]
         return result
 
 
-def observed(model: Model) -> MemoryReport:
+def observed(model: nn.Module) -> MemoryReport:
     def step() -> None:
         model.zero_grad()
         model().sum().backward()
@@ -181,6 +184,51 @@ def test_what_the_cpu_refuses_is_refused(
         F.ctc_loss(*given, frames, texts)
     with meta_kernels(), pytest.raises(RuntimeError, match=message):
         F.ctc_loss(*(one.to("meta") for one in given), frames, texts)
+
+
+class ByCudnn(nn.Module):
+    """cuDNN's operator, called with joined labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(BATCH, FRAMES, CLASSES))
+        padded, lengths = torch.ones(BATCH, LONGEST, dtype=torch.long), torch.tensor(TEXTS)
+        self.register_buffer("labels", joined(padded, lengths))
+        self.register_buffer("lengths", lengths.int())
+
+    def forward(self) -> Tensor:
+        log_probs = self.table.log_softmax(-1).transpose(0, 1)
+        return CTCLoss()(log_probs, self.labels, self.lengths)
+
+
+def test_cudnn_s_own_keeps_a_gradient_and_no_paths() -> None:
+    model = ByCudnn()
+    with CudnnOnTheCpu(), Made() as on_cpu:
+        model().backward()
+    with meta_kernels(), Made() as on_meta:
+        model.to("meta")().backward()
+    assert on_meta.results == on_cpu.results
+    assert [result[1] for result in on_meta.results] == [(BATCH,), (FRAMES, BATCH, CLASSES)]
+    report = observed(model)
+    kept = {one.shape for one in report.held if one.operator == "aten._cudnn_ctc_loss"}
+    assert kept == {(BATCH,), (FRAMES, BATCH, CLASSES)}
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("texts", [torch.int32, torch.int64])
+def test_whose_loss_it_is_follows_from_what_torch_asks(
+    texts: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    with FakeTensorMode(), meta_kernels() as rules, Made() as made, torch.no_grad():
+        log_probs = torch.empty(FRAMES, 1, CLASSES, device="cuda")
+        targets = torch.empty(LONGEST, dtype=torch.int32, device="cuda")
+        lengths = torch.empty(1, dtype=texts, device="cuda")
+        F.ctc_loss(log_probs, targets, lengths, lengths)  # of one text, which has all labels
+    by_cudnn = texts is torch.int32
+    kept = (FRAMES, 1, CLASSES) if by_cudnn else (1, FRAMES, 2 * LONGEST + 1)
+    assert [one[1] for one in made.results] == [(1,), kept]
+    assert (BY_CUDNN in rules._rules.notes) == by_cudnn
 
 
 def test_the_compiler_is_not_loaded_for_it() -> None:

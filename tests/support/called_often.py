@@ -53,6 +53,7 @@ class Seen:
     """`passes`: sums that were begun. `calls`: backward passes of calls that were added to them."""
 
     passes: int = 0
+    common: int = 0  # of which: with inputs that their calls have in common
     calls: int = 0
     largest: int = 0  # of those that have waited to be made one
 
@@ -65,6 +66,7 @@ def watched() -> Iterator[Seen]:
     def begin(self: Any, *args: Any) -> Any:
         found = begun(self, *args)
         seen.passes += found is not None
+        seen.common += found is not None and found.common
         return found
 
     def count(self: Any, under_way: Any, returned: Any) -> None:

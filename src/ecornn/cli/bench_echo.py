@@ -37,7 +37,11 @@ MissingOnly = Annotated[
 Minutes = Annotated[
     float | None, typer.Option(min=0, help="Begin no case that would not be done by then.")
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Processes that prepare at once.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes that are there at once.")]
+AtOnce = Annotated[
+    int | None,
+    typer.Option(min=1, help="Of these, so many prepare side by side.", show_default="all"),
+]
 Together = Annotated[
     bool, typer.Option("--together", help="Processes of several cases prepare side by side.")
 ]
@@ -61,6 +65,7 @@ def echo(
     missing: MissingOnly = False,
     minutes: Minutes = None,
     workers: Workers = 8,
+    at_once: AtOnce = None,
     together: Together = False,
     timeout: Timeout = 150.0,
     unrolled: Unrolled = False,
@@ -85,7 +90,7 @@ def echo(
         options = Options(
             device=device,
             effort="quick" if quick else "thorough",
-            limits=Limits(workers, timeout),
+            limits=Limits(workers, timeout, at_once=at_once),
             minutes=minutes,
             missing=missing,
             contenders=tuple(contender or ()),

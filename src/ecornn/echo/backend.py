@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ecornn._version import __version__
 from ecornn.echo import masks
+from ecornn.echo.calls_noted import CommonInputs
+from ecornn.echo.cells import without_fused_cells
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.options import Options, read_options
 from ecornn.echo.pipeline import Decision, Request, decide
@@ -38,8 +40,9 @@ class FellBack(UserWarning):
 class EchoBackend:
     """A backend for torch.compile, which remembers what it decided. `calls`: how often a graph's
     forward pass runs before its backward passes do, as a decoder's step does. `beside_s`: seconds
-    that a step takes elsewhere, for each of these calls. `within_step`: what is asked for is a part
-    of what is asked for a step, which is rehearsed as a whole."""
+    that a step takes elsewhere, for each of these calls. `common`: inputs of all of them.
+    `within_step`: what is asked for is a part of what is asked for a step, which is rehearsed as a
+    whole."""
 
     def __init__(
         self,
@@ -48,24 +51,30 @@ class EchoBackend:
         calls: int = 1,
         beside_s: float = 0.0,
         part: str = "",
+        common: CommonInputs | None = None,
         within_step: bool = False,
     ) -> None:
         self.options, self.calls, self.part = options, calls, part
-        self.beside_s, self.within_step = beside_s, within_step
+        self.beside_s, self.common = beside_s, common or CommonInputs()
+        self.within_step = within_step
         self.report = Report()
         #: What runs, for those who rehearse it; the latest last. None: nobody will.
         self.recorded: list[Recorded] | None = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         codegen, why = choose_codegen(self.options.codegen, inputs)
+        if codegen == "inductor":
+            start_compilers(inputs)
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
         told.within_step = self.within_step
         self.report.add(told)
         recorded = Recorded(self._key_of(module, inputs))
         # other tensors of a module, states for one, may be others at each call
         weights = {k for k, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
-        added_up = weights if why_no_sums(self.calls, inputs) is None else set()
-        partitioner = _Partition(self, told, recorded, added_up)
+        held = self.common.tensors()
+        common = {k for k, x in enumerate(inputs) if any(x is one for one in held)} - weights
+        adds = why_no_sums(self.calls, inputs) is None
+        partitioner = _Partition(self, told, recorded, *((weights, common) if adds else ((), ())))
         generate = _inductor if codegen == "inductor" else _eager
         try:
             compiled = generate(module, inputs, partitioner)
@@ -90,10 +99,16 @@ class _Partition:
     """Splits the joint graph of one traced graph, and tells its report."""
 
     def __init__(
-        self, backend: EchoBackend, told: GraphReport, recorded: Recorded, added_up: Collection[int]
+        self,
+        backend: EchoBackend,
+        told: GraphReport,
+        recorded: Recorded,
+        added_up: Collection[int],
+        common: Collection[int] = (),
     ) -> None:
         self.backend, self.told, self.recorded = backend, told, recorded
-        self.added_up = added_up  # inputs whose gradients are, over its calls
+        self.added_up = added_up  # weights whose gradients are, over its calls
+        self.common = common  # other inputs for which that may be done
 
     def __call__(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **settings: Any
@@ -101,6 +116,7 @@ class _Partition:
         self.recorded.results = num_fwd_outputs
         if adds_in_any_order(self.told.codegen):
             self.told.vector_products = without_vector_products(joint)
+            self.told.fused_cells = without_fused_cells(joint)
         backend = self.backend
         request = Request(backend.options.memory, backend.calls, settings, backend.beside_s)
         decision = decide(joint, inputs, num_fwd_outputs, request)
@@ -123,7 +139,8 @@ class _Partition:
         owed = {k for k in weights if k in known and gradients[k] is not None}
         if owed:
             sizes = [_size(one.meta.get("val")) for one in inputs]
-            sums = self.recorded.sums = WeightSums(owed, sizes, views_of(forward, owed))
+            common = [k for k in self.common if k < len(gradients) and gradients[k] is not None]
+            sums = self.recorded.sums = WeightSums(owed, sizes, views_of(forward, owed), common)
             self.told.sums = sums.told()
 
     def before_compiling(self, backward: fx.GraphModule) -> None:
@@ -166,12 +183,27 @@ def choose_codegen(asked: str | None, inputs: Sequence[Any]) -> tuple[str, str]:
     """(code generation, why)"""
     if asked is not None:
         return asked, "asked for"
-    on_cuda = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in inputs)
-    if not on_cuda:
+    if not _on_cuda(inputs):
         return "eager", "the graph has no input on CUDA"
     if importlib.util.find_spec("triton") is None:
         return "eager", "Triton is not installed"
     return "inductor", "the graph runs on CUDA and Triton is installed"
+
+
+def _on_cuda(inputs: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.device.type == "cuda" for x in inputs)
+
+
+def start_compilers(inputs: Sequence[Any]) -> None:
+    """torch's processes that compile kernels for CUDA, as its own backend starts them: until they
+    are there, kernels are compiled one after the other."""
+    if not _on_cuda(inputs):
+        return
+    from torch._inductor import async_compile
+
+    start = getattr(async_compile, "maybe_warm_pool", None)
+    if start is not None:
+        start()
 
 
 def _eager(

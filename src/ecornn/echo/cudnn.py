@@ -1,15 +1,20 @@
-"""How much memory cuDNN's recurrent layers take beside their results: measured, at a short length.
+"""How much memory cuDNN's recurrent layers and CTC loss take beside their results: measured, at a
+short length.
 
 What a layer reserves for the backward pass, and its workspaces, are cuDNN's to choose, and grow
 with the length by the same bytes a step. So the layer is run for real on two lengths of a few
 steps, and what it would take at another length follows. What CUDA's allocator was asked for is
 read, so nobody's count of the peak is touched. Not what it handed out: that is more, by up to
 megabytes where a larger block was free, and the difference of two lengths is multiplied by many.
+
+The CTC loss has no reserve. Its workspace is for texts as long as cuDNN takes any, whatever they
+are: where lengths are on the GPU, cuDNN is told the sizes of the scores alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +57,18 @@ class Asked:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class AskedLoss:
+    """A call of the CTC loss, without its numbers and its frames."""
+
+    batch: int
+    classes: int
+    deterministic: bool
+    device: torch.device
+
+
 _KNOWN: dict[Asked, tuple[Room, Room]] = {}
+_KNOWN_LOSSES: dict[AskedLoss, tuple[int, int]] = {}
 
 
 def room_of_cudnn(
@@ -84,24 +100,43 @@ def room_of_cudnn(
         given.device,
     )
     if asked not in _KNOWN:
-        if not torch.cuda.is_available():
-            raise NotUnderstood("what cuDNN's layers take is measured on a GPU, and none is here")
-        as_it_is = torch.autocast(given.device.type, enabled=False)
-        with _disable_current_modes(), torch.no_grad(), as_it_is:
+        with _for_real("its layers", given.device):
             _KNOWN[asked] = measured(asked, SHORT[0]), measured(asked, SHORT[1])
     return at_length(*_KNOWN[asked], steps)
 
 
-def at_length(short: Room, longer: Room, steps: int) -> Room:
-    def of(a: int, b: int) -> int:
-        asked = max(0, a + (b - a) * (steps - SHORT[0]) // (SHORT[1] - SHORT[0]))
-        return -(-asked // BLOCK) * BLOCK
+def room_of_ctc(log_probs: Tensor, deterministic: bool) -> int:
+    """Bytes that `aten._cudnn_ctc_loss` takes for a while, its lengths being on the GPU."""
+    frames, batch, classes = log_probs.shape
+    asked = AskedLoss(batch, classes, deterministic, log_probs.device)
+    if asked not in _KNOWN_LOSSES:
+        with _for_real("a CTC loss", log_probs.device):
+            found = measured_loss(asked, SHORT[0]), measured_loss(asked, SHORT[1])
+        _KNOWN_LOSSES[asked] = found
+    return grown(*_KNOWN_LOSSES[asked], frames)
 
+
+@contextmanager
+def _for_real(what: str, device: torch.device) -> Iterator[None]:
+    """Operators run, whatever observes or casts them outside."""
+    if not torch.cuda.is_available():
+        raise NotUnderstood(f"what cuDNN takes for {what} is measured on a GPU, and none is here")
+    as_it_is = torch.autocast(device.type, enabled=False)
+    with _disable_current_modes(), torch.no_grad(), as_it_is:
+        yield
+
+
+def at_length(short: Room, longer: Room, steps: int) -> Room:
     return Room(
-        of(short.reserve, longer.reserve),
-        of(short.forward, longer.forward),
-        of(short.backward, longer.backward),
+        grown(short.reserve, longer.reserve, steps),
+        grown(short.forward, longer.forward, steps),
+        grown(short.backward, longer.backward, steps),
     )
+
+
+def grown(short: int, longer: int, steps: int) -> int:
+    asked = max(0, short + (longer - short) * (steps - SHORT[0]) // (SHORT[1] - SHORT[0]))
+    return -(-asked // BLOCK) * BLOCK
 
 
 def measured(asked: Asked, steps: int) -> Room:
@@ -139,6 +174,19 @@ def measured(asked: Asked, steps: int) -> Room:
     backward = taken - sum(map(_bytes, made[:3])) - _bytes(buffer)  # the weights' gradients
     # the gradients of the input and of the weights are two calls, one workspace after the other
     return Room(kept, forward, backward // 2)
+
+
+def measured_loss(asked: AskedLoss, frames: int) -> int:
+    """Of texts of one label each."""
+
+    def each(number: int) -> Tensor:
+        return torch.full((asked.batch,), number, dtype=torch.int32, device=asked.device)
+
+    scores = torch.zeros(frames, asked.batch, asked.classes, device=asked.device)
+    call = (scores, each(1), each(frames), each(1), 0, asked.deterministic, False)
+    before = asked_for(asked.device)
+    made = aten._cudnn_ctc_loss(*call)
+    return asked_for(asked.device) - before - sum(map(_bytes, made))
 
 
 def in_one_memory(weights: Sequence[Tensor]) -> bool:

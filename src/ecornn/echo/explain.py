@@ -168,6 +168,8 @@ def _head(graph: GraphReport) -> list[str]:
         lines.append(f"left to torch's own partitioner: {graph.fallback}")
     if graph.vector_products:
         lines.append(f"products with a vector that are written as sums: {graph.vector_products}")
+    if graph.fused_cells:
+        lines.append(f"torch's fused cells that are written out: {graph.fused_cells}")
     if graph.sums is not None:
         lines.append(graph.sums)
     if graph.chosen is None or graph.keep_all is None:

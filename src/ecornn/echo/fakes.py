@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from ecornn.echo import ctc
 from ecornn.echo.cudnn import in_one_memory, room_of_cudnn
-from ecornn.echo.graph import NotUnderstood
 
 aten = torch.ops.aten
 
@@ -49,29 +49,6 @@ class WithoutNumbers(FakeTensorMode):
         return result
 
 
-def _use_cudnn_ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[bool, int]:
-    if targets.dim() == 1 and targets.dtype is torch.int32:
-        raise NotUnderstood("cuDNN's CTC loss does not tell what it holds")
-    return False, 0
-
-
-def _ctc_loss(
-    log_probs: Tensor, targets: Tensor, *_: Any, **__: Any
-) -> tuple[tuple[Tensor, Tensor], int]:
-    """The table of paths is as wide as the longest text, and no text is longer than its row."""
-    if targets.dim() != 2 or log_probs.dim() != 3:
-        raise NotUnderstood("a CTC loss whose longest text is not known without numbers")
-    frames, batch, _classes = log_probs.shape
-    paths = log_probs.new_empty(batch, frames, 2 * targets.shape[1] + 1)
-    return (log_probs.new_empty(batch), paths), 0
-
-
-def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> tuple[Tensor, int]:
-    """A second table of paths is there for a while."""
-    paths = rest[4]
-    return torch.empty_like(log_probs), paths.nbytes
-
-
 def _cudnn_rnn(*args: Any) -> tuple[tuple[Tensor, ...], int]:
     """Weights that do not lie in one memory are copied into one, which the backward pass reads."""
     from torch._meta_registrations import _cudnn_rnn as made_of
@@ -102,12 +79,17 @@ def _cudnn_rnn_backward(*args: Any) -> tuple[tuple[Any, ...], int]:
 
 
 CTC: dict[Any, Fake] = {
-    aten._use_cudnn_ctc_loss: _use_cudnn_ctc_loss,
-    aten._ctc_loss: _ctc_loss,
-    aten._ctc_loss_backward: _ctc_loss_backward,
+    aten._use_cudnn_ctc_loss: ctc.use_cudnn_ctc_loss,
+    aten._cudnn_ctc_loss: ctc.cudnn_ctc_loss,
+    aten._ctc_loss: ctc.ctc_loss,
+    aten._ctc_loss_backward: ctc.ctc_loss_backward,
 }
+if hasattr(aten, "_use_miopen_ctc_loss"):
+    CTC[aten._use_miopen_ctc_loss] = ctc.use_miopen_ctc_loss
 #: What these take is measured on the GPU.
 CUDNN: dict[Any, Fake] = {
     aten._cudnn_rnn: _cudnn_rnn,
     aten._cudnn_rnn_backward: _cudnn_rnn_backward,
+    aten._use_cudnn_ctc_loss: ctc.use_cudnn_ctc_loss_for_sure,
+    aten._cudnn_ctc_loss: ctc.cudnn_ctc_loss_with_room,
 }

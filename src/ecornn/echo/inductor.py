@@ -105,15 +105,17 @@ class Watched:
             return  # why is told already
         self._replay = None
         returned = replay.backward(code, self._kept, inputs)
-        # what stands in the place of a product's result is its factor
-        products = () if self._recorded.sums is None else self._recorded.sums.products
-        weights = self._weights - {product.weight for product in products}
+        sums = self._recorded.sums
+        # what stands in the place of a gradient that is made later is a part of it
+        later = () if sums is None else (*sums.gathered, *sums.common)
+        weights = self._weights - {one.weight for one in later if one.later_bytes}
         gradients = [value for k, value in enumerate(returned) if k in weights]
-        later = sum(product.bytes for product in products)
+        of_weights = sum(one.later_bytes for one in later if one.weight in self._weights)
+        of_all = sum(one.later_bytes for one in later)
         self.told.foretold = replace(
             forward,
-            backward=replay.ledger.most + later,
-            gradients=replay.ledger.bytes_of(gradients) + later,
+            backward=replay.ledger.most + of_all,
+            gradients=replay.ledger.bytes_of(gradients) + of_weights,
         )
         self.told.not_foretold = None
         self._results = []

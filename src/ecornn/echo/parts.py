@@ -3,13 +3,10 @@ without layers that torch's compiler leaves alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Container
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from ecornn.errors import InvalidInput
 
@@ -29,29 +26,6 @@ def named(model: nn.Module, region: str | nn.Module) -> str:
     raise InvalidInput(
         "regions", repr(region), "a part of the model or its path", f"its parts are: {parts}"
     )
-
-
-@contextmanager
-def counted(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Calls with tensors, by path."""
-    counts: dict[str, int] = {}
-    hooks = []
-
-    def count(path: str) -> Callable[..., None]:
-        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-                counts[path] = counts.get(path, 0) + 1
-
-        return hook
-
-    for path, part in model.named_modules():
-        if path:
-            hooks.append(part.register_forward_pre_hook(count(path), with_kwargs=True))
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def called_often(model: nn.Module, counts: dict[str, int]) -> dict[str, int]:

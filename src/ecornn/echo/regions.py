@@ -8,8 +8,7 @@ one call keeps is there as many times when the backward passes begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -19,8 +18,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ecornn.echo.backend import EchoBackend
+from ecornn.echo.backend import EchoBackend, choose_codegen, start_compilers
+from ecornn.echo.calls_noted import CommonInputs, noting_calls
+from ecornn.echo.counted import counted
 from ecornn.echo.counted_storages import Functions, NotedFunctions
+from ecornn.echo.exchanged import Exchanged
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
@@ -29,12 +31,12 @@ from ecornn.echo.lean.needs import missing
 from ecornn.echo.lean.worth import NEARLY_FREE, Priced, Shares
 from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
 from ecornn.echo.options import Memory, Options
-from ecornn.echo.parts import SELDOM, called_often, counted, runs_untraced_layers, traceable
+from ecornn.echo.parts import SELDOM, called_often, runs_untraced_layers, traceable
 from ecornn.echo.rehearse import rehearsed
 from ecornn.echo.report import GraphReport
+from ecornn.echo.starts import Starts
 from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
 from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
-from ecornn.echo.weight_sums import noting_calls
 
 
 class Regions:
@@ -64,15 +66,21 @@ class Regions:
         self.step: Step | None = None
         self._taken_for_private = False
         self._nearly_free: Container[int] = NO_CALL
+        #: By path: which of the tensors that a part is called with are the same at all calls.
+        self.common: dict[str, frozenset[int]] = {}
+        self.fed_back: dict[str, frozenset[int]] = {}  # or are results of its calls before
+        self._starts: dict[str, Starts] = {}
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._lock = RLock()
-        self._inside = 0
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._exchanged = Exchanged()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.calls is None or any(count == 0 for count in self.calls.values()):
+            weights = list(self.model.parameters())
+            if choose_codegen(self.options.codegen, weights)[0] == "inductor":
+                start_compilers(weights)  # ready when the calls are counted and a part is traced
             counts = self._counted_dry(args, kwargs)
             if counts is None:
                 return self._counted_wet(args, kwargs)
@@ -80,7 +88,7 @@ class Regions:
         if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
         self._plan_for_budget(args, kwargs)
-        with self._in_place():
+        with self._exchanged(self._forwards):
             return self._called(args, kwargs)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
@@ -118,6 +126,7 @@ class Regions:
                 *(self.model, call, self.options.memory, calls, self._backend_of),
                 functions=self._assumed if self.lean else None,
                 every=self.lean == "layers",
+                starts=self._beginnings(calls),
             )
             self.step, self.first_call = within_budget(asked), call
             self.calls = {path: calls[path] for path in self.step.way.parts}
@@ -147,59 +156,32 @@ class Regions:
             with draws_kept():
                 twin = without_numbers(self.model, mode)
                 args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
-                with counted(twin) as counts, mode.parts_of(twin), mode, torch.no_grad():
+                with counted(twin) as calls, mode.parts_of(twin), mode, torch.no_grad():
                     twin(*args, **kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
         self.shares, self.first_call = mode.shares, given
-        return counts
+        self.common, self.fed_back = calls.common(), calls.fed_back()
+        return calls.counts
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
         """One call of the model as it is, its parts' calls counted."""
-        with counted(self.model) as counts:
+        with counted(self.model, compare=False) as calls:
             result = self.model(*args, **kwargs)
-        self._settle(counts)
+        self._settle(calls.counts)
         if self.divided:
             self._plan_for_budget(args, kwargs)
         return result
 
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """The regions' `forward` is the compiled one for the time of a call, or of several at once
-        in threads."""
-        assert self.calls is not None
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._exchange(self.calls)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    self._exchange_back()
-
-    def _exchange(self, calls: dict[str, int]) -> None:
-        try:
-            for path, count in calls.items():
-                part = self.model.get_submodule(path)
-                compiled = self._of(path, part, count)
-                self._before.append((part, part.__dict__.get("forward")))
-                part.__dict__["forward"] = compiled
-        except BaseException:
-            self._inside -= 1
-            self._exchange_back()
-            raise
-
-    def _exchange_back(self) -> None:
-        while self._before:
-            part, before = self._before.pop()
-            if before is None:
-                part.__dict__.pop("forward", None)
-            else:
-                part.__dict__["forward"] = before
+    def _forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """The regions, and what runs in their place."""
+        for path, count in (self.calls or {}).items():
+            part = self.model.get_submodule(path)
+            compiled = self._of(path, part, count)
+            if path in self._starts:
+                self._starts[path].next_is_first = True
+            yield part, compiled
 
     def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
         """A part that took another's place, or has another `forward`, is compiled anew."""
@@ -212,7 +194,9 @@ class Regions:
             run = alone(part.forward if path else part)
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
             if calls > 1:
-                compiled = noting_calls(compiled)
+                compiled = noting_calls(compiled, backend.common)
+                self._starts[path] = starts = Starts(self._beginnings([path]).get(path, ()))
+                compiled = starts.around(compiled)
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]
@@ -227,10 +211,22 @@ class Regions:
             calls=calls,
             beside_s=self._seconds_beside() / calls,
             part=path,
+            common=CommonInputs(self.common.get(path, frozenset())),
             within_step=self.options.memory.kind in ("bytes", "fraction"),
         )
         backend.recorded = []
         return backend
+
+    def _beginnings(self, paths: Iterable[str]) -> dict[str, frozenset[int]]:
+        """By path: inputs whose gradients are as well asked for from the first call on. Its results
+        have some in any case, if its weights are trained."""
+
+        def trained(path: str) -> bool:
+            return any(
+                weight.requires_grad for weight in self.model.get_submodule(path).parameters()
+            )
+
+        return {path: self.fed_back.get(path, frozenset()) for path in paths if trained(path)}
 
     def _seconds_beside(self) -> float:
         """Of a step, outside the regions, each of which has its part of it to be measured by."""
@@ -244,7 +240,8 @@ class Regions:
             raise NotUnderstood(self.why_wet or (OBJECTS if called else "not called yet"))
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
         functions = self._assumed(self._again) if self.lean else None
-        return rehearsed(self.model, self.first_call, parts, functions)
+        starts = self._beginnings(parts)
+        return rehearsed(self.model, self.first_call, parts, functions, starts)
 
     @property
     def _private(self) -> bool:

@@ -4,13 +4,13 @@ Parts of such a model are compiled, the rest runs as it is written. A copy of th
 numbers takes one forward and one backward pass by torch's own autograd: operators of the rest make
 what they make, compiled parts run the code that was generated for them, its kernels doing nothing
 (`replay.py`). Every storage is counted from when it is made until its last reference goes, as an
-allocator would count it. Scratch memory inside kernels is not seen, but for cuDNN's layers, whose
-reserve is measured at a short length.
+allocator would count it. Scratch memory inside kernels is not seen, but for that of cuDNN's layers
+and CTC loss, which is measured at a short length, as is what the layers reserve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +20,14 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ecornn.echo.calls_noted import CommonInputs, noting_calls
 from ecornn.echo.counted_storages import Counted, Functions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.model_call import ModelCall
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, callable_of
+from ecornn.echo.starts import Starts
 from ecornn.echo.twin import alone, device_of, draws_kept, without_numbers
 from ecornn.echo.weight_sums import WeightSums
 from ecornn.errors import InvalidInput
@@ -61,25 +63,39 @@ def among(path: str, compiled: Sequence[Recorded]) -> Find:
     return find
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part that is compiled. `starts`: see `Starts`. `common`: is told of the part's calls, for
+    whoever compiles it meanwhile."""
+
+    find: Find
+    starts: Collection[int] = ()
+    common: CommonInputs | None = None
+
+
 class Rehearsal:
     """Steps of a copy of a model, one after the other. `parts`: by path, what is compiled."""
 
-    def __init__(self, model: nn.Module, call: ModelCall, parts: Mapping[str, Find]) -> None:
+    def __init__(self, model: nn.Module, call: ModelCall, parts: Mapping[str, Part]) -> None:
         self.mode = mode = Counted(device_of(model).type)
         self.model = without_numbers(model, mode)
         self.parts, self._model_call, self._traced = parts, call, False
         self._runs: dict[int, Callable[[list[Any]], Any]] = {}
         self._sums: dict[int, WeightSums] = {}
-        for path in parts:
-            part = self.model.get_submodule(path)
-            compiled = torch.compile(
-                alone(part.forward), backend=self._backend(path), dynamic=False
-            )
-            part.__dict__["forward"] = without_lean_functions(compiled)
+        self._starts = [self._compile(path, part) for path, part in parts.items()]
         self._given = tree_map(mode.held, (call.args, call.kwargs))
         weights = [mode.held(t) for t in (*self.model.parameters(), *self.model.buffers())]
         self._leaves = [*weights, *(t for t in tree_leaves(self._given) if isinstance(t, Tensor))]
         self._held_bytes = mode.bytes_held(self._leaves)
+
+    def _compile(self, path: str, part: Part) -> Starts:
+        """As `Regions` does."""
+        module, starts = self.model.get_submodule(path), Starts(part.starts)
+        run = torch.compile(alone(module.forward), backend=self._backend(path), dynamic=False)
+        if part.common is not None:
+            run = noting_calls(run, part.common)
+        module.__dict__["forward"] = without_lean_functions(starts.around(run))
+        return starts
 
     def end(self) -> None:
         """torch's compiler keeps the backend, and what it refers to, for as long as it runs."""
@@ -106,6 +122,8 @@ class Rehearsal:
 
     def _called_model(self, functions: Functions | None) -> tuple[Any, dict[int, float]]:
         args, kwargs = self._given
+        for one in self._starts:
+            one.next_is_first = True
         with self.mode, self._model_call.context():
             if functions is None:
                 return self.model(*args, **kwargs), {}
@@ -123,7 +141,7 @@ class Rehearsal:
             self.mode.ledger.ignoring = True
             try:
                 with unset_fake_temporarily():
-                    found = self.parts[path](module, inputs)
+                    found = self.parts[path].find(module, inputs)
             finally:
                 self.mode.ledger.ignoring = False
             return lambda *given: self._called(found, given)
@@ -207,7 +225,7 @@ def _differentiable(value: Any) -> bool:
 
 @contextmanager
 def rehearsal_of(
-    model: nn.Module, call: ModelCall, parts: Mapping[str, Find]
+    model: nn.Module, call: ModelCall, parts: Mapping[str, Part]
 ) -> Iterator[Rehearsal]:
     """Raises `NotUnderstood` where it is not possible, from its steps too."""
     with draws_kept():
@@ -236,9 +254,13 @@ def rehearsed(
     call: ModelCall,
     parts: Mapping[str, Sequence[Recorded]],
     functions: Functions | None,
+    starts: Mapping[str, Collection[int]] | None = None,
 ) -> int:
     """The most bytes that both passes of a call hold at once beside what is there before.
-    `parts`: by path, what their compiled graphs run."""
-    found = {path: among(path, compiled) for path, compiled in parts.items()}
+    `parts`: by path, what their compiled graphs run; `starts`: by path, see `Starts`."""
+    begins = starts or {}
+    found = {
+        path: Part(among(path, compiled), begins.get(path, ())) for path, compiled in parts.items()
+    }
     with rehearsal_of(model, call, found) as rehearsal:
         return rehearsal.step(functions).most

@@ -84,6 +84,8 @@ class GraphReport:
     not_foretold: str | None = "not compiled yet"
     #: Products with a vector that are written as sums.
     vector_products: int = 0
+    #: Cells of torch that are written out as elementwise operators.
+    fused_cells: int = 0
     #: How the weights' gradients of its calls are added up; None if autograd does it.
     sums: str | None = None
 

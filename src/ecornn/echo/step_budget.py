@@ -25,7 +25,7 @@ from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.model_call import ModelCall
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.recorded import Recorded, key_of
-from ecornn.echo.rehearse import Find, Rehearsed, rehearsal_of
+from ecornn.echo.rehearse import Find, Part, Rehearsed, rehearsal_of
 from ecornn.echo.report import GraphReport
 from ecornn.errors import InvalidInput
 from ecornn.sizes import size_text
@@ -40,7 +40,7 @@ TIGHTENINGS = 2
 class Asked:
     """What is asked for: `paths` of the parts that are compiled, by `backend_of` for a part and its
     memory; `functions` that are replaced, by the places of layers that are run again, None if none
-    is; `every`: all layers are run again, whatever fits."""
+    is; `every`: all layers are run again, whatever fits; `starts`: by path, see `Starts`."""
 
     model: nn.Module
     call: ModelCall
@@ -48,7 +48,8 @@ class Asked:
     paths: Collection[str]
     backend_of: Callable[[str, Memory], EchoBackend]
     functions: Callable[[Container[int]], Functions] | None
-    every: bool = False
+    every: bool
+    starts: Mapping[str, Collection[int]]
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,10 @@ def _way(asked: Asked, parts: Mapping[str, Memory], room: int, *, with_layers: b
     """With parts planned so, and as few layers run again as fit, or all that there are. Without
     `with_layers` none is, whatever fits, unless all are anyway."""
     backends = {path: asked.backend_of(path, memory) for path, memory in parts.items()}
-    compiled = {path: _compiling(backend) for path, backend in backends.items()}
+    compiled = {
+        path: Part(_compiling(backend), asked.starts.get(path, ()), backend.common)
+        for path, backend in backends.items()
+    }
     graphs = {path: backend.report.graphs for path, backend in backends.items()}
     with rehearsal_of(asked.model, asked.call, compiled) as rehearsal:
         layers = LayerChoice(rehearsal, asked.functions, room)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ecornn.echo.nodes import Call, calls_like
+
 aten = torch.ops.aten
 
 #: The same entries in the same order or another.
@@ -38,7 +40,6 @@ def without_vector_products(joint: fx.GraphModule) -> int:
     return replaced
 
 
-Call = Callable[..., fx.Node]
 Steps = Callable[[Call, fx.Node, fx.Node], fx.Node]
 
 
@@ -83,17 +84,9 @@ def _with_row(call: Call, left: fx.Node, right: fx.Node) -> fx.Node:
 
 
 def _replace(joint: fx.GraphModule, product: fx.Node, steps: Steps) -> None:
-    def call(target: Any, *args: Any) -> fx.Node:
-        made = joint.graph.call_function(target, args)
-        made.meta = dict(product.meta)
-        given = (a.meta["val"] if isinstance(a, fx.Node) else a for a in args)
-        made.meta["val"] = target(*given)
-        made.meta.pop("tensor_meta", None)
-        return made
-
     with joint.graph.inserting_before(product):
         left, right = product.args
-        result = steps(call, left, right)  # type: ignore[arg-type]
+        result = steps(calls_like(joint, product), left, right)  # type: ignore[arg-type]
     product.replace_all_uses_with(result)
     joint.graph.erase_node(product)
 

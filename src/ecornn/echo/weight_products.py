@@ -1,21 +1,26 @@
-"""Products that make the weights' gradients of one call, taken out of its backward pass.
+"""Gradients taken out of a call's backward pass, for those of many calls to be made at once.
 
 A weight's gradient is, for each call of a part, a product over the rows of that call: few rows, a
 result as large as the weight, and another kernel to add it to the sum of the calls before. The sum
 over many calls is one product over all of their rows. So the backward pass hands over the two
-factors instead, where these are smaller, and `weight_sums.py` multiplies those of many calls.
+factors instead, where these are smaller, and `weight_sums.py` multiplies those of many calls. A
+bias's gradient is a sum over rows that are such a factor. A sum over very many rows takes compiled
+code two kernels; the second is left to the sum of many calls.
+An input that is the same at every call, such as attention's values, has a gradient like a weight's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ecornn.echo.gathered import Factor, Gathered, Product, RowSum, Small
 from ecornn.echo.graph import number_of_the_call
+from ecornn.echo.nodes import calls_like
 
 aten = torch.ops.aten
 
@@ -24,108 +29,148 @@ aten = torch.ops.aten
 LARGEST_FACTORS = 0.5
 #: A gradient of at most so many bytes takes a kernel as long as an empty one takes.
 SMALL_BYTES = 64 * 2**10
+#: Sums over more rows than these are made in two kernels; what the first may make.
+ROWS_OF_TWO_KERNELS = 1024
+LARGEST_FIRST_BYTES = 256 * 2**10
+
+#: The same entries in the same order.
+_SHOWN = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    *(aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
+)
 
 
-@dataclass(frozen=True)
-class Factor:
-    """`place` among the outputs. `turned`: the product takes its transpose."""
-
-    place: int
-    turned: bool
-
-    def of_calls(self, given: Sequence[Tensor], *, left: bool) -> Tensor:
-        """Those of several calls side by side, along the rows that the product adds up over."""
-        if len(given) == 1:
-            together = given[0]
-        else:
-            together = torch.cat(list(given), dim=1 if left is not self.turned else 0)
-        return together.t() if self.turned else together
-
-
-@dataclass(frozen=True)
-class Product:
-    """The gradient of weight `weight`, as large as `size`; `turned`: the result's transpose is."""
-
-    weight: int
-    left: Factor
-    right: Factor
-    size: tuple[int, int]
-    dtype: torch.dtype
-    turned: bool
-
-    @property
-    def bytes(self) -> int:
-        return self.size[0] * self.size[1] * self.dtype.itemsize
-
-    def of_calls(
-        self, lefts: Sequence[Tensor], rights: Sequence[Tensor], before: Tensor | None
-    ) -> Tensor:
-        """Of several calls, added to `before`. Written to `out`, which autocast leaves alone."""
-        left = self.left.of_calls(lefts, left=True)
-        right = self.right.of_calls(rights, left=False)
-        if before is not None and before.dtype is left.dtype:
-            return torch.addmm(before, left, right, out=before)
-        found = left.new_empty(self.size)
-        torch.mm(left, right, out=found)
-        if before is not None:
-            return before.add_(found)
-        return found if found.dtype is self.dtype else found.to(self.dtype)
-
-    def result(self, found: Tensor) -> Tensor:
-        return found.t() if self.turned else found
-
-
-def take_out(
-    backward: fx.GraphModule, weights: Collection[int], changing: Collection[str]
-) -> tuple[Product, ...]:
-    """Change a backward pass: in the place of a weight's gradient it returns the left factor of its
-    product, and all right factors at the end. What is `changing` is no factor to keep: an optimizer
+class Backward:
+    """A backward pass that is being changed. What is `changing` is no factor to keep: an optimizer
     may write to a weight while other calls are still to come."""
-    output: Any
-    (output,) = backward.graph.find_nodes(op="output")
-    results: list[Any] = list(output.args[0])
-    found: list[Product] = []
-    for k in sorted(weights):
-        product = _product_of(results, k) if k < len(results) else None
-        if product is None:
-            continue
-        chain, mm = product
-        (left, left_turned), (right, right_turned) = map(_untransposed, mm.args)
-        if left.name in changing or right.name in changing:
-            continue
-        results[k] = left
-        results.append(right)
-        rows, columns = map(int, mm.meta["val"].shape)
-        found.append(
-            Product(
-                k,
-                Factor(k, left_turned),
-                Factor(len(results) - 1, right_turned),
-                (rows, columns),
-                chain[0].meta["val"].dtype,
-                turned=sum(map(_transposes, chain)) % 2 == 1,
+
+    def __init__(self, module: fx.GraphModule, changing: Collection[str]) -> None:
+        self.module, self._changing = module, changing
+        (self._output,) = module.graph.find_nodes(op="output")
+        self.results: list[Any] = list(self._output.args[0])
+        self.gradients = len(self.results)
+        self._places: dict[fx.Node, int] = {}  # of what is handed over as a factor
+        self.gathered: list[Gathered] = []
+
+    def end(self) -> tuple[Gathered, ...]:
+        if self.gathered:
+            self._output.args = (type(self._output.args[0])(self.results),)
+            self.module.graph.eliminate_dead_code()
+            self.module.graph.lint()
+            self.module.recompile()
+        return tuple(self.gathered)
+
+    def take_products(self, inputs: Collection[int]) -> None:
+        """In the place of such a gradient stands a factor of it; the other factors follow at the
+        end."""
+        for k in sorted(inputs):
+            product = _product_of(self.results, k) if k < self.gradients else None
+            if product is None:
+                continue
+            chain, found = product
+            (left, left_turned), (right, right_turned) = map(_untransposed, found.args)
+            if left.name in self._changing or right.name in self._changing:
+                continue
+            self.gathered.append(
+                Product(
+                    k,
+                    Factor(self._handed(left, k), left_turned),
+                    Factor(self._handed(right), right_turned),
+                    tuple(map(int, found.meta["val"].shape)),
+                    chain[0].meta["val"].dtype,
+                    turned=sum(map(_transposes, chain)) % 2 == 1,
+                )
             )
-        )
-    if found:
-        output.args = (type(output.args[0])(results),)
-        backward.graph.eliminate_dead_code()
-        backward.recompile()
-    return tuple(found)
+
+    def take_row_sums(self, weights: Collection[int]) -> None:
+        for k in sorted(weights):
+            found = _sum_of(self.results[k])
+            if found is None or found.args[1] != [0] or found.args[0] not in self._places:
+                continue
+            factor, value = found.args[0], self.results[k].meta["val"]
+            if factor.meta["val"].dim() != 2:
+                continue
+            size = tuple(map(int, value.shape))
+            self.gathered.append(RowSum(k, self._places[factor], size, value.dtype))
+            self.results[k] = factor
+
+    def take_small(self, weights: Collection[int]) -> None:
+        """Gradients of biases and the like, as they are or as some sums whose sum they are."""
+        values = {k: self.results[k].meta.get("val") for k in sorted(weights)}
+        for k, value in values.items():
+            if _is_small(value):
+                rows = self._in_two(k)
+                self.gathered.append(Small(k, tuple(value.shape), rows))
+
+    def _handed(self, factor: fx.Node, instead_of: int | None = None) -> int:
+        """Where it stands among the results. Something must stand where a gradient was, or
+        inductor (2.11) fails: the same factor once more."""
+        if instead_of is not None:
+            self.results[instead_of] = factor
+        elif factor in self._places:
+            return self._places[factor]
+        else:
+            instead_of = len(self.results)
+            self.results.append(factor)
+        return self._places.setdefault(factor, instead_of)
+
+    def _in_two(self, k: int) -> int | None:
+        """Leave a sum half done: how many sums stand in its place."""
+        found = _sum_of(self.results[k], read_once=True)
+        if found is None:
+            return None
+        of = found.args[0]
+        value, columns = of.meta["val"], math.prod(self.results[k].meta["val"].shape)
+        size = _three(of)
+        if size is None or size[2] != columns or value.dtype not in (torch.float32, torch.float64):
+            return None
+        if list(found.args[1]) != list(range(value.dim() - 1)):
+            return None
+        groups, rows = size[:2]
+        small = rows * columns * value.itemsize <= LARGEST_FIRST_BYTES
+        if groups * rows <= ROWS_OF_TWO_KERNELS or not small:
+            return None
+        with self.module.graph.inserting_before(found):
+            call = calls_like(self.module, found)
+            viewed = of if value.dim() == 3 else call(aten.view.default, of, list(size))
+            self.results[k] = call(aten.sum.dim_IntList, viewed, [0])
+        return rows
 
 
-def small_results(backward: fx.GraphModule, weights: Collection[int]) -> list[int]:
-    """Gradients of biases and the like."""
-    output: Any
-    (output,) = backward.graph.find_nodes(op="output")
-    values = {k: output.args[0][k].meta.get("val") for k in weights}
-    return [
-        k
-        for k, value in values.items()
-        if isinstance(value, Tensor)
+def _three(node: Any) -> tuple[int, int, int] | None:
+    """The three numbers of a tensor's size, or of what it was before its first two were made one;
+    entry by entry, that is."""
+    value = node.meta["val"]
+    sizes = [tuple(value.shape)]
+    if value.dim() == 2:
+        pointwise = node.op == "call_function" and torch.Tag.pointwise in node.target.tags
+        shown = [n for n in node.all_input_nodes if n.target in _SHOWN] if pointwise else []
+        sizes += [tuple(n.args[0].meta["val"].shape) for n in shown]
+    for size in sizes:
+        fits = len(size) == 3 and all(isinstance(n, int) for n in (*size, *value.shape))
+        if fits and (value.dim() == 3 or (size[0] * size[1], size[2]) == tuple(value.shape)):
+            return size
+    return None
+
+
+def _sum_of(node: Any, *, read_once: bool = False) -> Any:
+    """The sum over rows that a result shows; `read_once`: nobody else reads it."""
+    while isinstance(node, fx.Node) and (node.target in _SHOWN or _widens(node)):
+        if read_once and (len(node.users) > 1 or _widens(node)):
+            return None
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.sum.dim_IntList:
+        return None
+    return None if node.kwargs or (read_once and len(node.users) > 1) else node
+
+
+def _is_small(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
         and value.layout is torch.strided  # sparse ones have no bytes to ask for
         and all(isinstance(n, int) for n in value.shape)
         and value.nbytes <= SMALL_BYTES
-    ]
+    )
 
 
 def views_of(forward: fx.GraphModule, weights: Collection[int]) -> set[str]:
@@ -147,10 +192,10 @@ def _product_of(results: Sequence[Any], k: int) -> tuple[list[Any], Any] | None:
     chain: list[Any] = []
     if not isinstance(node, fx.Node) or results.count(node) > 1:
         return None
-    while len(node.users) == 1 and _keeps_entries(node):
+    while len(node.users) == 1 and (_transposes(node) or _widens(node)):
         chain.append(node)
         node = node.args[0]
-    if node.target is not aten.mm.default or len(node.users) != 1:
+    if node.target not in (aten.mm.default, aten.bmm.default) or len(node.users) != 1:
         return None
     found, factors = node.meta.get("val"), [arg.meta.get("val") for arg in node.args]
     if not all(isinstance(value, Tensor) for value in (found, *factors)):
@@ -163,10 +208,8 @@ def _product_of(results: Sequence[Any], k: int) -> tuple[list[Any], Any] | None:
     return [*chain, node], node
 
 
-def _keeps_entries(node: Any) -> bool:
-    """A transpose, or another type of numbers: of a sum it is the sum of those of its parts."""
-    if _transposes(node):
-        return True
+def _widens(node: Any) -> bool:
+    """To another type of numbers: of a sum it is the sum of those of its parts."""
     # to wider ones: nothing is rounded that was not before
     if node.target not in (torch.ops.prims.convert_element_type.default, aten._to_copy.default):
         return False
@@ -182,5 +225,5 @@ def _untransposed(node: Any) -> tuple[Any, bool]:
 
 def _transposes(node: Any) -> bool:
     return node.target is aten.t.default or (
-        node.target is aten.permute.default and list(node.args[1]) == [1, 0]
+        node.target is aten.permute.default and list(node.args[1]) in ([1, 0], [0, 2, 1])
     )

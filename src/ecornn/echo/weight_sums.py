@@ -2,8 +2,8 @@
 
 For each call, autograd adds each weight's gradient to the sum of those before: a kernel for every
 weight and call, launched while the GPU waits. `WeightSums` adds all of a call's in one; or, where
-the order of adding is free, small ones of many calls in one, and runs the products that were taken
-out of the backward pass (`weight_products.py`) for many calls at once.
+the order of adding is free, makes what was taken out of the backward pass (`weight_products.py`)
+for many calls at once. So it does for inputs that calls have in common, such as attention's values.
 Autograd gets nothing from a call but the last that it runs, which hands over the sums.
 
 Which call is the last is autograd's own knowledge, and asked of it: the node of each call is known
@@ -16,6 +16,7 @@ be left over at the end, that is an error and raised: gradients are not lost in 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -26,7 +27,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, fx
 
-from ecornn.echo.weight_products import Product, small_results, take_out
+from ecornn.echo.calls_noted import BY_KIND
+from ecornn.echo.gathered import Columns, Gathered, Product, RowSum
+from ecornn.echo.weight_products import Backward
 from ecornn.errors import EcornnError
 
 #: So many calls' factors, and small gradients, wait to be made one sum: more would save few further
@@ -34,6 +37,8 @@ from ecornn.errors import EcornnError
 CALLS_AT_ONCE = 16
 #: Where a call's gradients of weights go: functions of autograd's graph, and the stream.
 Ways = tuple[tuple[Any, ...], int | None]
+#: Where those of inputs go that calls may have in common.
+Others = tuple[Any, ...]
 
 
 class SumsLeftOver(EcornnError, RuntimeError):
@@ -54,6 +59,7 @@ class _UnderWay:
 
     waiting: set[int]
     sums: dict[int, Tensor] = field(default_factory=dict)
+    common: bool = False  # inputs that calls may have in common are the same in all of these
     ours: bool = False  # nobody else refers to those sums that are added to one by one
     #: Of calls that are not in the sums yet: what these are made of, in the order of the places;
     #: and how often each had been written to when it was handed over.
@@ -80,16 +86,19 @@ class _UnderWay:
 
 class WeightSums:
     """Of one compiled graph. `sizes`: of its inputs, None for those that are no tensors; autograd
-    is owed a gradient, or None, for each. `changing`: names of what shares the weights' memory."""
+    is owed a gradient, or None, for each. `changing`: names of what shares the weights' memory.
+    `common`: other inputs that its calls are thought to have in common, and have a gradient."""
 
     def __init__(
         self,
         weights: Collection[int],
         sizes: Sequence[tuple[Any, ...] | None],
         changing: Collection[str],
+        common: Collection[int] = (),
     ) -> None:
         self.results, self._changing = len(sizes), frozenset(changing)
         self.weights = tuple(sorted(weights))
+        self._maybe_common = tuple(common)
         #: Autograd counts inputs that are tensors alone.
         self._tensors = [k for k, size in enumerate(sizes) if size is not None]
         self._sizes = [sizes[k] for k in self.weights]
@@ -98,27 +107,32 @@ class WeightSums:
         self._ways_among = itemgetter(*ways)
         #: Added one by one, in autograd's order and with its bits.
         self.ordered = self.weights
-        #: Added, or multiplied, for many calls at once.
-        self.gathered: tuple[int, ...] = ()
-        self.products: tuple[Product, ...] = ()
+        #: Made for many calls at once: of weights, and of inputs that they have in common.
+        self.gathered: tuple[Gathered, ...] = ()
+        self.common: tuple[Gathered, ...] = ()
         self._places: dict[int, int] = {}  # of a call's results: where they stand among those kept
         self._begin()
 
     def _begin(self) -> None:
-        self._calls: WeakKeyDictionary[Any, Ways] = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[Any, tuple[Ways, Others]] = WeakKeyDictionary()
         self._under_way: WeakValueDictionary[tuple[int, Ways], _UnderWay] = WeakValueDictionary()
         self._lock = Lock()  # threads may run passes of one graph
 
     def in_any_order(self, backward: fx.GraphModule) -> None:
         """Change the backward pass so that many calls' gradients are made at once: what is rounded
         in between is rounded less often, and not as autograd would."""
-        small = small_results(backward, self.weights)
-        self.products = take_out(backward, self.weights, self._changing)
-        made = {product.weight for product in self.products}
-        self.gathered = tuple(k for k in small if k not in made)
-        self.ordered = tuple(k for k in self.weights if k not in made and k not in self.gathered)
-        factors = [factor.place for p in self.products for factor in (p.left, p.right)]
-        self._places = {place: i for i, place in enumerate((*self.gathered, *factors))}
+        changed = Backward(backward, self._changing)
+        changed.take_products((*self.weights, *self._maybe_common))
+        for take in (changed.take_row_sums, changed.take_small):
+            taken = {one.weight for one in changed.gathered}
+            take([k for k in self.weights if k not in taken])
+        found = changed.end()
+        self.gathered = tuple(one for one in found if one.weight in self.weights)
+        self.common = tuple(one for one in found if one.weight not in self.weights)
+        made = {one.weight for one in self.gathered}
+        self.ordered = tuple(k for k in self.weights if k not in made)
+        places = dict.fromkeys(place for one in found for place in one.places)
+        self._places = {place: i for i, place in enumerate(places)}
 
     def around(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """The backward pass as autograd is to see it."""
@@ -132,17 +146,22 @@ class WeightSums:
     def register(self, node: Any, stream: int | None) -> None:
         """A call's node in autograd's graph, and the stream on which both of its passes run. Those
         of other streams are no part of its sum: autograd lets them wait for each other."""
-        ways = self._ways_among(node.next_functions), stream
+        functions = node.next_functions
+        ways = self._ways_among(functions), stream
+        others = tuple(functions[self._tensors.index(one.weight)] for one in self.common)
         with self._lock:
-            self._calls[node] = ways
+            self._calls[node] = ways, others
 
     def of_one_call(self, returned: list[Any]) -> list[Any]:
         """Its gradients, without those of others."""
-        gradients = returned[: self.results]
-        for product in self.products:
-            left, right = ([returned[f.place]] for f in (product.left, product.right))
-            gradients[product.weight] = product.result(product.of_calls(left, right, None))
-        return gradients
+        return self._made_alone(returned, (*self.gathered, *self.common))[: self.results]
+
+    def _made_alone(self, returned: list[Any], which: Iterable[Gathered]) -> list[Any]:
+        columns = Columns(self._places, [[returned[place] for place in self._places]])
+        found = list(returned)
+        for one in which:
+            found[one.weight] = one.result(one.of_calls(columns, None))
+        return found
 
     def anew(self) -> WeightSums:
         """The same, of no call yet: for a rehearsal."""
@@ -157,14 +176,14 @@ class WeightSums:
         if node is None or task < 0:
             return self.of_one_call(returned)
         with self._lock:
-            ways = self._calls.get(node)
-        if ways is None:
+            known = self._calls.get(node)
+        if known is None:
             if self._leads_to_weights(node):
-                _BY_KIND[type(node)] = self  # from the next forward pass on its calls are known
+                BY_KIND[type(node)] = self  # from the next forward pass on its calls are known
             return self.of_one_call(returned)
-        under_way = self._under_way.get((task, ways))
+        under_way = self._under_way.get((task, known[0]))
         if under_way is None:
-            under_way = self._begun(task, ways)
+            under_way = self._begun(task, *known)
         if under_way is None:
             return self.of_one_call(returned)
         under_way.waiting.discard(id(node))  # the one that a pass began at is not among them
@@ -172,12 +191,15 @@ class WeightSums:
         last = not under_way.waiting
         if last or len(under_way.calls) >= CALLS_AT_ONCE:
             self._gather(under_way)
+        if not under_way.common:
+            returned = self._made_alone(returned, self.common)
         del returned[self.results :]
-        for k in self.weights:
+        together = (*self.gathered, *self.common) if under_way.common else self.gathered
+        for k in (*self.ordered, *(one.weight for one in together)):
             returned[k] = under_way.sums[k] if last else None
         if last:
-            for product in self.products:
-                returned[product.weight] = product.result(returned[product.weight])
+            for one in together:
+                returned[one.weight] = one.result(returned[one.weight])
             under_way.sums.clear()  # what nobody else refers to becomes `.grad` without a copy
         return returned
 
@@ -192,15 +214,17 @@ class WeightSums:
             for leaf, size in zip(leaves, self._sizes, strict=True)
         )
 
-    def _begun(self, task: int, ways: Ways) -> _UnderWay | None:
+    def _begun(self, task: int, ways: Ways, others: Others) -> _UnderWay | None:
         """None if the pass is asked for no weight's gradient: then it may stop before a call of
         which torch says that it will be run (2.13), since the gradient of its result is."""
         if not any(_asked_for(function) for function, _ in ways[0]):
             return None
         will = torch._C._will_engine_execute_node
         with self._lock:
-            calls = [call for call, others in self._calls.items() if others == ways]
-        begun = _UnderWay({id(call) for call in calls if will(call)})
+            calls = [(call, known[1]) for call, known in self._calls.items() if known[0] == ways]
+        calls = [(call, its) for call, its in calls if will(call)]
+        common = bool(self.common) and all(its == others for _, its in calls)
+        begun = _UnderWay({id(call) for call, _ in calls}, common=common)
         torch.autograd.Variable._execution_engine.queue_callback(begun.ended)
         with self._lock:
             self._under_way[task, ways] = begun
@@ -227,15 +251,9 @@ class WeightSums:
         if not under_way.calls:
             return
         under_way.check_versions()
-        sums = under_way.sums
-        columns = list(zip(*under_way.calls, strict=True))
-        for k in self.gathered:
-            column = columns[self._places[k]]
-            found = column[0] if len(column) == 1 else torch.stack(column).sum(0)
-            sums[k] = found if k not in sums else sums[k] + found
-        for product in self.products:
-            left, right = (columns[self._places[f.place]] for f in (product.left, product.right))
-            sums[product.weight] = product.of_calls(left, right, sums.get(product.weight))
+        sums, columns = under_way.sums, Columns(self._places, under_way.calls)
+        for one in (*self.gathered, *(self.common if under_way.common else ())):
+            sums[one.weight] = one.of_calls(columns, sums.get(one.weight))
         under_way.calls.clear()
         under_way.versions.clear()
 
@@ -243,9 +261,13 @@ class WeightSums:
         said = f"the gradients of {len(self.weights)} weights are added up over its calls"
         if not self._places:
             return said
-        return (
-            f"{said}, {CALLS_AT_ONCE} calls at once, those of {len(self.products)} by one product"
-        )
+        kinds = Counter(type(one) for one in self.gathered)
+        said = f"{said}, {CALLS_AT_ONCE} calls at once, those of {kinds[Product]} by one product"
+        if kinds[RowSum]:
+            said = f"{said}, those of {kinds[RowSum]} as sums of such a product's factor"
+        if self.common:
+            said = f"{said}; so are those of {len(self.common)} inputs that calls have in common"
+        return said
 
 
 def _asked_for(function: Any) -> bool:
@@ -258,40 +280,3 @@ def _asked_for(function: Any) -> bool:
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
-
-
-#: By the kind of node that torch has made for a compiled graph.
-_BY_KIND: WeakKeyDictionary[type, WeightSums] = WeakKeyDictionary()
-
-
-def noting_calls(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a compiled part: each call's node is made known to the sums of its graph."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        result = run(*args, **kwargs)
-        if _BY_KIND and torch.is_grad_enabled():
-            _note(result)
-        return result
-
-    return called
-
-
-def _current_stream(near: Tensor) -> int | None:
-    if not near.is_cuda:
-        return None
-    return int(torch._C._cuda_getCurrentRawStream(near.get_device()))
-
-
-def _note(result: Any) -> bool:
-    if isinstance(result, Tensor):
-        node = result.grad_fn
-        sums = None if node is None else _BY_KIND.get(type(node))
-        if sums is None:
-            return False
-        sums.register(node, _current_stream(result))
-        return True
-    if isinstance(result, dict):
-        result = result.values()
-    elif not isinstance(result, (tuple, list)):
-        return False
-    return any(map(_note, result))

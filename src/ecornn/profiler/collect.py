@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ecornn import ctc
 from ecornn.profiler import (
     allocator,
     kept,
@@ -146,7 +147,7 @@ class Collector(TorchDispatchMode):
     ) -> Collector:
         kind = Collector
         if "torch._dynamo" in sys.modules:
-            ours = (storages, kept, allocator, operators, places, threads, without_numbers)
+            ours = (storages, kept, allocator, operators, places, threads, without_numbers, ctc)
             alone = passed_over_by_compiler(sys.modules[__name__], *ours)
             kind = CollectorBesideCompiler if alone else WrappedCollector
         return kind(model, optimizers, device, every)

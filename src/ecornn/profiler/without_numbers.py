@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any
 
@@ -17,15 +17,20 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ecornn import ctc
+from ecornn.ctc import Lengths, cudnn_may_take, made_by_cudnn
 from ecornn.errors import InvalidInput
 from ecornn.profiler.places import passed_over_by_compiler
 
 aten = torch.ops.aten
-Lengths = Tensor | Sequence[int]
 
 WIDEST = (
     "how long the texts of a CTC loss are is not known on tensors without numbers: what it keeps is"
     " counted as if the longest filled its row of the targets, and may be less"
+)
+BY_CUDNN = (
+    "whether cuDNN computes a CTC loss depends on lengths that are not known on tensors without"
+    " numbers: it is counted as if no text had more than 255 labels, or more than its frames"
 )
 
 
@@ -106,6 +111,33 @@ class Rules:
             return func(*given, frames, texts, *rest, **named)
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
+    def use_cudnn_ctc_loss(
+        self,
+        func: Any,
+        log_probs: Tensor,
+        targets: Tensor,
+        frames: Lengths,
+        texts: Lengths,
+        blank: int,
+    ) -> bool:
+        if _has_numbers(log_probs):
+            return bool(func(log_probs, targets, frames, texts, blank))
+        found = cudnn_may_take(log_probs, targets, frames, texts, blank)
+        if found and isinstance(texts, Tensor):
+            self.notes[BY_CUDNN] = None
+        return found
+
+    def use_miopen_ctc_loss(self, func: Any, log_probs: Tensor, *rest: Any) -> bool:
+        """Of another maker's GPUs."""
+        if _has_numbers(log_probs) or torch.version.hip is not None:
+            return bool(func(log_probs, *rest))
+        return False
+
+    def cudnn_ctc_loss(self, func: Any, log_probs: Tensor, *rest: Any, **named: Any) -> Any:
+        if _has_numbers(log_probs):
+            return func(log_probs, *rest, **named)
+        return made_by_cudnn(log_probs)
+
     def clamp_min(self, func: Any, given: Tensor, least: Any) -> Any:
         """For its mean a CTC loss is divided by its lengths. Where a mode looks on, torch leaves
         these on their own device, and fails; where none does, it reads them and brings them to the
@@ -124,7 +156,19 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: Rules.ctc_loss,
     aten._ctc_loss_backward.default: Rules.ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: Rules.ctc_loss_backward,
+    aten._use_cudnn_ctc_loss.default: Rules.use_cudnn_ctc_loss,
+    aten._use_cudnn_ctc_loss.Tensor: Rules.use_cudnn_ctc_loss,
+    aten._cudnn_ctc_loss.default: Rules.cudnn_ctc_loss,
+    aten._cudnn_ctc_loss.Tensor: Rules.cudnn_ctc_loss,
     aten.clamp_min.default: Rules.clamp_min,
+    **(
+        {
+            aten._use_miopen_ctc_loss.default: Rules.use_miopen_ctc_loss,
+            aten._use_miopen_ctc_loss.Tensor: Rules.use_miopen_ctc_loss,
+        }
+        if hasattr(aten, "_use_miopen_ctc_loss")  # asked by torch 2.13
+        else {}
+    ),
 }
 
 
@@ -166,7 +210,7 @@ class MetaKernels(TorchDispatchMode):
         super().__init__()
         self._rules = Rules()
         if "torch._dynamo" in sys.modules:
-            passed_over_by_compiler(sys.modules[__name__])
+            passed_over_by_compiler(sys.modules[__name__], ctc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._rules.of(func) or func)(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ecornn
+from ecornn.bench.models.speech import CTCLoss
 from ecornn.bench.models.tasks import TASKS
 from ecornn.bench.training import build as building
 from ecornn.bench.training.accuracy import compare_with_eager
@@ -113,6 +114,26 @@ def test_the_loop_s_body_is_compiled_or_all_of_the_model(quick_compiler: list[An
     unrolled = build(UNROLLED, tiny("nmt"), "cpu")
     assert quick_compiler[-1] is unrolled.model
     assert unrolled.run is not unrolled.model
+
+
+@pytest.mark.parametrize("kept_from_it", [True, False])
+def test_the_speech_model_s_loss_is_not_traced(
+    kept_from_it: bool, quick_compiler: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's compiler would run cuDNN's operator on zeros."""
+    traced: list[bool] = []
+
+    def forward(self: Any, shares: torch.Tensor, *_: Any) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return shares.sum()
+
+    monkeypatch.setattr(CTCLoss, "forward", forward)
+    if not kept_from_it:
+        monkeypatch.setattr(building, "matching", lambda *_: {})
+    step = build(COMPILE, tiny("speech"), "cpu")
+    step.loss()
+    assert len(quick_compiler) == 1
+    assert traced == [not kept_from_it]
 
 
 def test_echo_is_called_as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,18 @@ def test_all_prepare_together_and_measure_alone(pretended: Pretended) -> None:
     measuring = sorted((at, what) for _, what, at in notes if what in ("measures", "done"))
     assert measuring[0][0] > max(ready), "nobody prepares while somebody measures"
     assert [what for _, what in measuring] == ["measures", "done"] * 3
+
+
+def test_some_prepare_at_once_and_all_take_turns(pretended: Pretended) -> None:
+    limits = Limits(workers=3, prepare_s=5.0, measure_s=1.5, at_once=1)
+    found = pretended.run(NMT, limits=limits)
+    assert found.environment["workers"] == 1
+    notes = pretended.notes()
+    preparing = [what for _, what, at in sorted(notes, key=itemgetter(2)) if what != "turn"]
+    assert preparing[:6] == ["starts", "ready"] * 3
+    turns = [who for who, what, _ in notes if what == "turn"]
+    assert turns == ["eager", "checkpoint", "torch.compile", "checkpoint", "torch.compile", "eager"]
+    assert Limits(workers=2, at_once=5).side_by_side == 2
 
 
 def test_steps_are_timed_in_turns_and_each_round_begins_with_another(pretended: Pretended) -> None:

@@ -4,7 +4,11 @@ Two convolutions over time and frequency, five recurrent layers of both directio
 are added, batch norm throughout, CTC loss. No dropout, as in the original. float32: the loss needs
 it, and cuDNN's recurrent layers then use TF32.
 
-Shape suffixes: B batch, F frequencies, T frames, C channels, H hidden, A alphabet, L labels.
+On a GPU the loss is cuDNN's, for every contender alike: torch's own reads the lengths on the host,
+which no CUDA graph can. That takes labels that lie one text behind the other.
+
+Shape suffixes: B batch, F frequencies, T frames, C channels, H hidden, A alphabet, L labels of a
+text, N of all texts.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BLANK = 0
+#: cuDNN's loss takes no text of more; torch asks that of lengths on the host, so we do of shapes.
+LONGEST_TEXT = 255
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,25 @@ class Frontend(nn.Module):
         return maps.flatten(1, 2).permute(2, 0, 1).contiguous()
 
 
+class CTCLoss(nn.Module):
+    """The mean of the losses, each divided by the length of its text."""
+
+    def forward(self, shares_TBA: Tensor, labels: Tensor, lengths_B: Tensor) -> Tensor:
+        """`labels`: padded, one text a row, or `joined`, for cuDNN."""
+        frames_B = torch.full_like(lengths_B, shares_TBA.shape[0])
+        if labels.dim() == 2:
+            return F.ctc_loss(shares_TBA, labels, frames_B, lengths_B, blank=BLANK)
+        # What `F.ctc_loss` calls for such labels outside a capture. During one it asserts, on the
+        # device, that no *frames* are more than 255, where cuDNN's limit is one of labels.
+        losses_B, _ = torch._cudnn_ctc_loss(
+            *(shares_TBA, labels, frames_B, lengths_B, BLANK),
+            deterministic=True,
+            zero_infinity=False,
+        )
+        found: Tensor = (losses_B / lengths_B).mean()
+        return found
+
+
 class SpeechModel(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -74,15 +99,16 @@ class SpeechModel(nn.Module):
         self.recurrent = nn.ModuleList(RecurrentLayer(inputs, size.hidden) for inputs in sizes)
         self.norm = nn.BatchNorm1d(size.hidden)
         self.output = nn.Linear(size.hidden, size.alphabet)
+        self.loss = CTCLoss()
 
-    def forward(self, sound_BFT: Tensor, labels_BL: Tensor, lengths_B: Tensor) -> Tensor:
+    def forward(self, sound_BFT: Tensor, labels: Tensor, lengths_B: Tensor) -> Tensor:
         x_TBC = self.frontend(sound_BFT)
         for layer in self.recurrent:
             x_TBC = layer(x_TBC)
         normed_TBH = self.norm(x_TBC.flatten(0, 1)).view_as(x_TBC)
         shares_TBA = self.output(normed_TBH).log_softmax(-1)
-        frames_B = torch.full_like(lengths_B, shares_TBA.shape[0])
-        return F.ctc_loss(shares_TBA, labels_BL, frames_B, lengths_B, blank=BLANK)
+        loss: Tensor = self.loss(shares_TBA, labels, lengths_B)
+        return loss
 
 
 def halved(size: int) -> int:
@@ -104,4 +130,19 @@ def make_batch(size: Size, batch: int, generator: torch.Generator) -> tuple[Tens
     lengths_B = torch.randint(
         size.labels // 2, size.labels + 1, (batch,), generator=generator, device=generator.device
     )
+    if generator.device.type == "cuda":
+        return sound_BFT, joined(labels_BL, lengths_B), lengths_B.int()
+    # Elsewhere torch's own loss runs, of which padded labels tell what it keeps: also without
+    # numbers, where the longest of texts that are joined is not known.
     return sound_BFT, labels_BL, lengths_B
+
+
+def joined(labels_BL: Tensor, lengths_B: Tensor) -> Tensor:
+    """One text behind the other, as cuDNN takes them. What padded them comes last and is not read:
+    with as many labels for any lengths, a graph can be replayed with other texts."""
+    longest = labels_BL.shape[1]
+    if longest > LONGEST_TEXT:
+        raise ValueError(f"texts of {longest} labels: cuDNN's CTC loss takes {LONGEST_TEXT}")
+    padding_BL = torch.arange(longest, device=labels_BL.device) >= lengths_B[:, None]
+    order_N = padding_BL.flatten().int().argsort(stable=True)
+    return labels_BL.flatten()[order_N].int()

@@ -32,6 +32,8 @@ class Task:
     `drawless`: the same for a user who captures the step in a CUDA graph, where a block that draws
     random numbers cannot be wrapped: its generator's state cannot be read during a capture.
     `looped`: called in a Python loop, so that `torch.compile` is given these alone.
+    `untraced`: kept from `torch.compile`, which would run an operator of theirs on zeros to learn
+    what it makes: cuDNN's loss is not made for texts and sounds of no length.
 
     `compared_in`: the numbers that gradients are compared in, where that is not float32.
     """
@@ -46,6 +48,7 @@ class Task:
     blocks: tuple[str, ...]
     drawless: tuple[str, ...] = ()
     looped: tuple[str, ...] = ()
+    untraced: tuple[str, ...] = ()
     compared_in: torch.dtype = torch.float32
 
     def size(self, name: str, length: int | None = None) -> Any:
@@ -103,6 +106,7 @@ SPEECH = Task(
     autocast=False,
     blocks=("frontend", "recurrent.*"),
     drawless=("frontend", "recurrent.*"),
+    untraced=("loss",),
 )
 LANGUAGE_MODEL = Task(
     "lstm-lm",

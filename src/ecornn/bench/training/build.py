@@ -56,6 +56,8 @@ def _checkpoint(step: Step, *, graph: bool) -> None:
 
 
 def _compile(step: Step, contender: Contender) -> None:
+    for module in matching(step.model, step.task.untraced).values():
+        module.forward = torch.compiler.disable(module.forward)
     if step.task.looped and not contender.unrolled:
         for module in matching(step.model, step.task.looped).values():
             module.compile()

@@ -65,7 +65,7 @@ def record(
     device = choose_device(options.device)
     with tf32_where_it_is_faster(device):
         environment = describe(device) | {"effort": options.effort}
-    environment["workers"] = options.limits.workers
+    environment["workers"] = options.limits.side_by_side
     earlier = None
     if out is not None:
         check_writable(out)
@@ -167,10 +167,11 @@ def run_plan(plan: Plan, options: Options, console: Console, known: Known) -> It
 
 
 def estimate(jobs: Sequence[Job], known: Known, limits: Limits) -> float:
-    """Seconds for a case's jobs: a group is ready when its slowest is, and is measured one by
-    one. What the file's rows took is what they are expected to take again."""
+    """Seconds for a case's jobs: those that prepare side by side are ready when the slowest is, and
+    are measured one by one. What the file's rows took is what they are expected to take again."""
     total = 0.0
-    for group in groups(jobs, limits.workers):
+    there = groups(jobs, limits.workers)
+    for group in (wave for some in there for wave in groups(some, limits.side_by_side)):
         rows = [known.get((job.case, job.contender.name)) for job in group]
         prepare, measure = (
             [None if row is None else row.number(metric) for row in rows]

@@ -31,14 +31,20 @@ COMMAND = (sys.executable, "-m", "ecornn.bench.training.worker")
 
 @dataclass(frozen=True)
 class Limits:
-    """`workers`: so many processes prepare at once. `prepare_s`, `measure_s`: how long each may
-    take for either before it is killed; `patience` times as long for what compiles several times,
-    or a loop unrolled."""
+    """`workers`: so many processes are there at once, and take turns. `prepare_s`, `measure_s`: how
+    long each may take for either before it is killed; `patience` times as long for what compiles
+    several times, or a loop unrolled. `at_once`: so many of the workers prepare side by side; all,
+    if it is not given."""
 
     workers: int = 8
     prepare_s: float = 150.0
     measure_s: float = 60.0
     patience: float = 3.0
+    at_once: int | None = None
+
+    @property
+    def side_by_side(self) -> int:
+        return self.workers if self.at_once is None else min(self.at_once, self.workers)
 
     def prepare_limit_s(self, case: ModelCase, contender: Contender) -> float:
         patient = contender.unrolled or case.part == "batch"
@@ -88,25 +94,29 @@ def run_jobs(
     for group in groups(jobs, limits.workers):
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ecornn-bench-")))
-            children = []
-            for i, job in enumerate(group):
-                started = (*command, str(os.getpid()))  # by whose end it ends too
-                child = Child(started, _environment(folder / str(i), job.case))
-                children.append(stack.enter_context(child))
-                child.send(
-                    {
-                        "case": job.case.to_json(),
-                        "contender": job.contender.name,
-                        "device": device,
-                        "effort": effort,
-                        "began": child.began,
-                        "threads": max(1, torch.get_num_threads() // len(group)),
-                        "compilers": compilers_each(group),
-                    }
-                )
-            preparing = list(zip(group, children, strict=True))
-            tell(f"{group[0].case}: {', '.join(job.contender.name for job in group)} prepare")
-            ready = [(j, c) for j, c in preparing if _prepared(j, c, limits)]
+            preparing: list[tuple[Job, Child]] = []
+            ready: list[tuple[Job, Child]] = []
+            for wave in groups(group, limits.side_by_side):
+                tell(f"{wave[0].case}: {', '.join(job.contender.name for job in wave)} prepare")
+                begun: list[tuple[Job, Child]] = []
+                for job in wave:
+                    started = (*command, str(os.getpid()))  # by whose end it ends too
+                    place = folder / str(len(preparing) + len(begun))
+                    child = stack.enter_context(Child(started, _environment(place, job.case)))
+                    child.send(
+                        {
+                            "case": job.case.to_json(),
+                            "contender": job.contender.name,
+                            "device": device,
+                            "effort": effort,
+                            "began": child.began,
+                            "threads": max(1, torch.get_num_threads() // len(wave)),
+                            "compilers": compilers_each(wave),
+                        }
+                    )
+                    begun.append((job, child))
+                preparing += begun
+                ready += [(job, child) for job, child in begun if _prepared(job, child, limits)]
             yield from (job for job, child in preparing if (job, child) not in ready)
             for job, child in in_turns(ready):
                 tell(f"{job.case}: {job.contender.name}")

@@ -14,7 +14,7 @@
 #define READ (CELL <= 1 ? 4 : 0)  // pre-activations read
 // and the state that entered the step (a simple cell: that left it), the gradients of h and of c
 #define PARTS (READ + (CELL == 0 ? 3 : 2))
-#include "biases.cuh"
+#include "factors.cuh"
 #include "stream.cuh"
 
 constexpr int STORED = CELL <= 1 ? 4 : 1;  // gradients written
@@ -157,59 +157,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return 0.0f;
   };
 
+  Element shown[ITEMS][STORED];  // the gates' gradients, for others than the next step
+  auto show = [&](int i) {
+    if (!mine(i)) return;
+#pragma unroll
+    for (int k = 0; k < STORED; ++k)
+      if (!d_gates_are_exchanged || k >= INNER)
+        d_gates.at(sequence_of(i), unit_of(i))[k * hidden] = shown[i][k];
+  };
+
   // `slot`: whether the step is an odd one, known where this is inlined
   auto take_step = [&](int local, int slot) {
     const int t = time_of(local);
-    // all that the gradient is multiplied with, while the exchange runs
-    float by_h[ITEMS][3], by_c[ITEMS][4], arriving_h[ITEMS], arriving_c[ITEMS];
+    uint4 v[CHUNKS];
+    if (TRAILING) {
+      product.await_vectors(local - 1);
+      product.load_vectors(v, slot);
+      if (local > 0) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) show(i);
+        d_gates.move();
+      }
+    }
+    // all that the gradient is multiplied with, while the exchange or the product runs
+    Factors factors[ITEMS];
+    Element read[ITEMS][PARTS];
+    float state[ITEMS];
     bool cut[ITEMS];
+    auto take = [&](int i) {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) read[i][part] = stream.read(slot, i, part);
+      cut[i] = FEATURES && mine(i) && times.cut(t, first + sequence_of(i), length[i]);
+      state[i] = to_float(read[i][STATE]);
+      if (CELL >= 2) return;
+      const bool begins = d ? t + 1 >= length[i] : t == 0;
+      if (cut[i] && !(a.flags & RESET_TO_INITIAL))
+        state[i] = 0.0f;
+      else if ((cut[i] || begins) && mine(i))
+        state[i] = to_float((CELL == 0 ? a.c0 : a.h0)[state_at(i)]);
+    };
+    auto prepare = [&](int i) {
+      float pre[PRE];
+#pragma unroll
+      for (int k = 0; k < READ; ++k) pre[k] = to_float(read[i][k]) + bias[i][k];
+      factors[i].find(pre, state[i]);
+    };
     stream.await();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (product.warp_sequence(i) >= sequences) continue;
-      const int s = sequence_of(i);
-      float read[PARTS];
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) read[part] = to_float(stream.read(slot, i, part));
-      arriving_h[i] = d_output.there ? read[ARRIVING_H] : 0.0f;
-      if (CELL == 0) arriving_c[i] = d_cells.there ? read[ARRIVING_C % PARTS] : 0.0f;
-      cut[i] = FEATURES && mine(i) && times.cut(t, first + s, length[i]);
-      float state = read[STATE];
-      if (CELL < 2) {
-        const bool begins = d ? t + 1 >= length[i] : t == 0;
-        if (cut[i] && !(a.flags & RESET_TO_INITIAL))
-          state = 0.0f;
-        else if ((cut[i] || begins) && mine(i))
-          state = to_float((CELL == 0 ? a.c0 : a.h0)[state_at(i)]);
-      }
-      float pre[PRE];
-#pragma unroll
-      for (int k = 0; k < READ; ++k) pre[k] = read[k] + bias[i][k];
-      if (CELL == 0) {
-        const float in = sigmoid_once(pre[0]), forget = sigmoid(pre[1 % PRE]);
-        const float candidate = tanh_of(pre[2 % PRE]), gate = sigmoid_once(pre[3 % PRE]);
-        const float shown = tanh_of(forget * state + in * candidate);
-        by_h[i][0] = gate * (1.0f - shown * shown);
-        by_h[i][1] = shown * gate * (1.0f - gate);
-        by_c[i][0] = candidate * in * (1.0f - in);
-        by_c[i][1] = state * forget * (1.0f - forget);
-        by_c[i][2] = in * (1.0f - candidate * candidate);
-        by_c[i][3] = forget;
-      } else if (CELL == 1) {
-        const float reset = sigmoid_once(pre[0]), update = sigmoid(pre[1 % PRE]);
-        const float inner = pre[3 % PRE];
-        const float candidate = tanh_of(pre[2 % PRE] + reset * inner);
-        by_h[i][0] = (1.0f - update) * (1.0f - candidate * candidate);
-        by_h[i][1] = (state - candidate) * update * (1.0f - update);
-        by_h[i][2] = update;
-        by_c[i][0] = reset;
-        by_c[i][1] = inner * reset * (1.0f - reset);
-      } else {
-        by_h[i][0] = CELL == 2 ? 1.0f - state * state : state > 0.0f ? 1.0f : 0.0f;
-      }
+      take(i);
+      if (!TRAILING) prepare(i);
     }
     copy_step(local + AHEAD, slot);
-    if (local > 0) undo_product(local - 1, slot ^ 1);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+      if (TRAILING) prepare(i);
+    if (TRAILING)  // of the first step nobody reads the sums
+      product.multiply(product.partial(slot ^ 1), [&](int c, int) { return v[c]; });
+    else if (local > 0)
+      undo_product(local - 1, slot ^ 1);
 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -220,25 +227,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float h = local > 0 ? entering(i, slot ^ 1) : d_h[i], c = d_c[i];
         const bool active = !FEATURES || t < length[i];
         if (active || (a.flags & FROZEN_AFTER_END)) {
-          h += arriving_h[i];
-          if (CELL == 0) c += arriving_c[i];
+          if (d_output.there) h += to_float(read[i][ARRIVING_H]);
+          if (CELL == 0 && d_cells.there) c += to_float(read[i][ARRIVING_C % PARTS]);
         }
         float grad[STORED] = {};
+        const float(&by_h)[3] = factors[i].by_h, (&by_c)[4] = factors[i].by_c;
         if (!active) {
           d_h[i] = h, d_c[i] = c;
         } else if (CELL == 0) {
-          c += h * by_h[i][0];
-          grad[0] = c * by_c[i][0], grad[1 % STORED] = c * by_c[i][1],
-          grad[2 % STORED] = c * by_c[i][2];
-          grad[3 % STORED] = h * by_h[i][1];
-          d_h[i] = 0.0f, d_c[i] = c * by_c[i][3];
+          c += h * by_h[0];
+          grad[0] = c * by_c[0], grad[1 % STORED] = c * by_c[1], grad[2 % STORED] = c * by_c[2];
+          grad[3 % STORED] = h * by_h[1];
+          d_h[i] = 0.0f, d_c[i] = c * by_c[3];
         } else if (CELL == 1) {
-          const float candidate = h * by_h[i][0];
-          grad[0] = candidate * by_c[i][0], grad[1 % STORED] = candidate * by_c[i][1];
-          grad[2 % STORED] = h * by_h[i][1], grad[3 % STORED] = candidate;
-          d_h[i] = h * by_h[i][2];
+          const float candidate = h * by_h[0];
+          grad[0] = candidate * by_c[0], grad[1 % STORED] = candidate * by_c[1];
+          grad[2 % STORED] = h * by_h[1], grad[3 % STORED] = candidate;
+          d_h[i] = h * by_h[2];
         } else {
-          grad[0] = h * by_h[i][0];
+          grad[0] = h * by_h[0];
           d_h[i] = 0.0f;
         }
         if (FEATURES) {
@@ -259,14 +266,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           store_relaxed(exchange.at(s, unit) + k * product.padded, published[k]);
       }
       // the next step waits for none of what follows
-      if (!mine(i)) continue;
 #pragma unroll
-      for (int k = 0; k < STORED; ++k)
-        if (!d_gates_are_exchanged || k >= INNER) d_gates.at(s, unit)[k * hidden] = bits[k];
+      for (int k = 0; k < STORED; ++k) shown[i][k] = bits[k];
+      if (!TRAILING) show(i);
     }
     if (GRID && local + AHEAD < a.steps) product.prefetch_marks(exchange, AHEAD);
     if (local > 0) product.release_sums();
-    d_gates.move();
+    if (!TRAILING) d_gates.move();
     if (GRID) exchange.move();
   };
   for (int local = 0; local < a.steps; local += AHEAD)
@@ -277,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   undo_product(a.steps - 1, last_slot);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
+    if (TRAILING) show(i);
     if (!mine(i)) continue;
     const float h = entering(i, last_slot);
     if (a.d_h0) {

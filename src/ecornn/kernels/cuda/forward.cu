@@ -123,23 +123,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
   }
 
+  // what a step leaves for others than the next one
+  struct Shown {
+    Element h;
+    float cell, pre[PRE];
+  };
+  auto show = [&](int i, const Shown& shown) {
+    if (!mine(i)) return;
+    const int unit = unit_of(i), s = sequence_of(i);
+    if (!output_is_exchanged) *output.at(s, unit) = shown.h;
+    if (CELL == 0 && cells.there) *cells.at(s, unit) = from_float(shown.cell);
+    if (kept.there)
+#pragma unroll
+      for (int gate = 0; gate < PRE; ++gate)
+        kept.at(s, unit)[gate * hidden] = from_float(shown.pre[gate]);
+  };
+  Shown before[ITEMS];  // where TRAILING
+  auto move_on = [&] {
+    output.move(), kept.move();
+    if (GRID) exchange.move();
+    if (CELL == 0) cells.move();
+  };
+
   // `slot`: whether the step is an odd one, known where this is inlined
   auto take_step = [&](int local, int slot) {
-    float share[ITEMS][GATES];
+    Element share[ITEMS][GATES];
     auto read_shares = [&] {
       stream.await();
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-        for (int gate = 0; gate < GATES; ++gate)
-          share[i][gate] = to_float(stream.read(slot, i, gate));
+        for (int gate = 0; gate < GATES; ++gate) share[i][gate] = stream.read(slot, i, gate);
       copy_share(local + AHEAD, slot);
     };
-    if (!LATE) read_shares();
+    auto show_before = [&] {
+      if (!TRAILING || local == 0) return;
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) show(i, before[i]);
+      move_on();
+    };
+    if (!LATE && !TRAILING) read_shares();
     const int step = a.first_step + local, t = d ? a.total - 1 - step : step;
     const int count = local + FEATURES, sums_slot = (slot + FEATURES) & 1;
     float* const partial = product.partial(sums_slot);
-    if (local > 0 && GRID) {
+    if (TRAILING) {
+      product.await_vectors(local - 1);
+      uint4 v[CHUNKS];
+      product.load_vectors(v, slot);
+      show_before();
+      read_shares();
+      product.multiply(partial, [&](int c, int) { return v[c]; });
+    } else if (local > 0 && GRID) {
       product.multiply_published(partial, {exchange.before(), a.exchange_row});
     } else if (local > 0) {
       product.await_vectors(local - 1);
@@ -154,8 +188,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (product.warp_sequence(i) >= sequences) continue;
       const int unit = unit_of(i), s = sequence_of(i);
       Element bits[1] = {0};
-      float pre[PRE], state = 0.0f;
-      if (mine(i)) {
+      Shown shown;
+      float(&pre)[PRE] = shown.pre, state = 0.0f;
+      // a branch would come between the sums and what can be reckoned before them
+      if (mine(i) || (TRAILING && !FEATURES)) {
         float sum[GATES];
         product.read_sums(sums_slot, i, sum);
         float h_in = h[i], c_in = cell[i];
@@ -176,18 +212,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (CELL == 0) {
 #pragma unroll
           for (int gate = 0; gate < GATES; ++gate)
-            pre[gate] = share[i][gate] + bias[i][gate] + sum[gate];
+            pre[gate] = to_float(share[i][gate]) + bias[i][gate] + sum[gate];
           c_new = sigmoid(pre[1 % PRE]) * c_in + sigmoid_once(pre[0]) * tanh_of(pre[2 % PRE]);
           h_new = sigmoid_once(pre[3 % PRE]) * tanh_of(c_new);
         } else if (CELL == 1) {
-          pre[0] = share[i][0] + bias[i][0] + sum[0];
-          pre[1 % PRE] = share[i][1 % GATES] + bias[i][1 % PRE] + sum[1 % GATES];
-          pre[2 % PRE] = share[i][2 % GATES] + bias[i][2 % PRE];
+          pre[0] = to_float(share[i][0]) + bias[i][0] + sum[0];
+          pre[1 % PRE] = to_float(share[i][1 % GATES]) + bias[i][1 % PRE] + sum[1 % GATES];
+          pre[2 % PRE] = to_float(share[i][2 % GATES]) + bias[i][2 % PRE];
           pre[3 % PRE] = sum[2 % GATES] + bias[i][3 % PRE];
           const float candidate = tanh_of(pre[2 % PRE] + sigmoid_once(pre[0]) * pre[3 % PRE]);
           h_new = candidate + sigmoid(pre[1 % PRE]) * (h_in - candidate);
         } else {
-          pre[0] = share[i][0] + bias[i][0] + sum[0];
+          pre[0] = to_float(share[i][0]) + bias[i][0] + sum[0];
           h_new = CELL == 2 ? tanh_of(pre[0]) : pre[0] < 0.0f ? 0.0f : pre[0];  // a NaN stays one
         }
         bits[0] = unmarked(from_float(active ? h_new : h[i]));
@@ -198,32 +234,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
       if (!GRID) {
         // nobody waits for the last step's, and a push must not come after its block has left
-        if (local + 1 < a.steps) product.publish_shared(local, slot ^ 1, i, bits);
+        if (ALONE || local + 1 < a.steps) product.publish_shared(local, slot ^ 1, i, bits);
       } else if (product.has(i, product.padded - unit0)) {
         store_relaxed(exchange.at(s, unit), bits[0]);
       }
       // the next step waits for none of what follows
-      if (!mine(i)) continue;
-      if (!output_is_exchanged) *output.at(s, unit) = bits[0];
-      if (CELL == 0 && cells.there) *cells.at(s, unit) = from_float(state);
-      if (kept.there)
-#pragma unroll
-        for (int gate = 0; gate < PRE; ++gate)
-          kept.at(s, unit)[gate * hidden] = from_float(pre[gate]);
+      shown.h = bits[0], shown.cell = state;
+      if (TRAILING)
+        before[i] = shown;
+      else
+        show(i, shown);
     }
     product.release_sums();
-    output.move(), kept.move();
-    if (GRID) exchange.move();
-    if (CELL == 0) cells.move();
+    if (!TRAILING) move_on();
   };
   // the first step's product, by itself: it would stand in the loop for nothing
-  multiply_given(a.h_in + states, product.partial(FEATURES));
+  if (!TRAILING) multiply_given(a.h_in + states, product.partial(FEATURES));
   for (int local = 0; local < a.steps; local += AHEAD)
 #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ++ahead)
       if (local + ahead < a.steps) take_step(local + ahead, ahead);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
+    if (TRAILING) show(i, before[i]);
     if (!mine(i)) continue;
     a.h_out[state_at(i)] = from_float(h[i]);
     if (CELL == 0 && a.c_n) a.c_n[state_at(i)] = from_float(cell[i]);

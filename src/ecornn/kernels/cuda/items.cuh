@@ -3,8 +3,15 @@
 // A block finishes OWN_ROWS rows of y: OUTER for each of its UNITS hidden units. An item is one
 // (unit, sequence) pair; the thread that has it does the cell's arithmetic for it.
 //
-// DIRECT: a warp multiplies the whole inner dimension of its rows, and these are dealt so that a
-// lane ends up with all rows of a unit: its sums never leave the registers.
+// DIRECT: a warp multiplies the whole inner dimension of its rows, and these stand so that a lane
+// ends up with all rows of a unit: its sums never leave the registers. By sheets, or DEALT.
+//
+// A sheet is 8 units × the 8 columns of a product, of which lane (g, q) has unit g in columns 2q
+// and 2q + 1: half of a tile where a unit has one row, two tiles where it has four.
+//
+// WIDTH: sequences of a batch tile. Where they are fewer than its 8 columns, columns repeat them:
+// then all lanes have the same sums, and each takes another unit or sequence. Otherwise most lanes
+// would go through a cell's arithmetic, which is most of a short step, for columns of nobody.
 #pragma once
 #include "numbers.cuh"
 
@@ -12,7 +19,7 @@ constexpr int OWNERS = GRID ? CLUSTER : 1;
 constexpr int OWN_ROWS = OUTER * UNITS;
 constexpr int ROWS = OWN_ROWS * OWNERS;
 constexpr int BLOCK_ROWS = ROW_WARPS * ROW_TILES * 16;
-constexpr int SEQUENCES = BATCH_TILES * 8;
+constexpr int SEQUENCES = BATCH_TILES * WIDTH;
 constexpr int WARPS = ROW_WARPS * K_WARPS;
 constexpr int THREADS = WARPS * 32;
 // Batch tiles that are multiplied ABREAST: weights in shared memory are read once for all of them.
@@ -25,20 +32,31 @@ constexpr int CHAINS = ROW_TILES * ABREAST >= 4                          ? 1
 static_assert(UNITS % 8 == 0, "vectors would be split between blocks");
 
 constexpr bool DIRECT = !GRID && K_WARPS == 1;
+constexpr bool DEALT = DIRECT && OUTER > 1 && ROW_TILES % 2 != 0;
 // rows of a tile that a unit takes where the sums stay in registers: a GRU's three gates take four
 constexpr int UNIT_ROWS = OUTER == 1 ? 1 : 4;
 constexpr int TILE_UNITS = 16 / UNIT_ROWS;
+constexpr int SHEETS = ROW_TILES * TILE_UNITS / 8;  // of a warp, where there are
 static_assert(DIRECT ? ROW_WARPS * ROW_TILES * TILE_UNITS >= UNITS : BLOCK_ROWS >= ROWS,
               "rows are not covered");
-// Items of a thread; of a tile's four sums a lane has one item's or those of four.
-constexpr int TILE_ITEMS = OUTER == 1 ? 4 : 1;
-constexpr int ITEMS =
-    DIRECT ? ROW_TILES * BATCH_TILES * TILE_ITEMS : (UNITS * SEQUENCES + THREADS - 1) / THREADS;
+constexpr bool REPEATED = WIDTH < 8;
+static_assert(!REPEATED || (WIDTH <= 2 && DIRECT && !DEALT && SHEETS % 2 == 0 && BATCH_TILES == 1),
+              "two sheets and at most two sequences are shared by the lanes of a row");
+constexpr int ITEMS = !DIRECT    ? (UNITS * SEQUENCES + THREADS - 1) / THREADS
+                      : DEALT    ? ROW_TILES * BATCH_TILES
+                      : REPEATED ? SHEETS / 2
+                                 : SHEETS * BATCH_TILES * 2;
 
 // Item i of a warp's 32 lanes: SPAN units lie together, then comes the next sequence. TOGETHER of
 // them are copied or pushed at once.
-constexpr int SPAN = DIRECT ? OUTER == 1 ? 8 : 4 : 32;
+constexpr int SPAN = !DIRECT ? 32 : DEALT ? 4 : REPEATED ? 16 : 8;
 constexpr int TOGETHER = SPAN < VEC ? SPAN : VEC;
+
+// A block that exchanges nothing. Of a product it waits for its own warps alone, so that all that a
+// step does besides, by the one warp that a scheduler has, makes it longer: where there are
+// registers for it, that waits until the next product is under way (TRAILING).
+constexpr bool ALONE = !GRID && CLUSTER == 1;
+constexpr bool TRAILING = ALONE && DIRECT && BATCH_TILES == 1 && ITEMS <= 2;
 
 // Steps that values from memory are asked for before they are used: a short step is over before a
 // load is. Even, so that what alternates between steps is known at compile time.
@@ -58,17 +76,16 @@ struct Items {
 
   // ---- a thread's items, counted from the block's first unit and the group's first sequence
   __device__ __forceinline__ int unit_of(int i) const {
-    if (!DIRECT) return int(threadIdx.x + i * THREADS) % UNITS;
-    return direct_unit(i) + (OUTER == 1 ? g : g % 4);
+    return DIRECT ? unit_at(i, place_of_lane()) : int(threadIdx.x + i * THREADS) % UNITS;
   }
   __device__ __forceinline__ int sequence_of(int i) const {
-    if (!DIRECT) return int(threadIdx.x + i * THREADS) / UNITS;
-    return warp_sequence(i) + 2 * q + (OUTER == 1 ? 0 : g / 4);
+    return DIRECT ? sequence_at(i, place_of_lane()) : int(threadIdx.x + i * THREADS) / UNITS;
   }
   // The first sequence that any lane of the warp has as item i.
   __device__ __forceinline__ int warp_sequence(int i) const {
     if (!DIRECT) return (warp + i * WARPS) * 32 / UNITS;
-    return i / TILE_ITEMS % BATCH_TILES * 8 + (OUTER == 1 ? i % 2 : 0);
+    if (REPEATED) return 0;
+    return DEALT ? i % BATCH_TILES * 8 : i / 2 % BATCH_TILES * 8 + i % 2;
   }
   // Whether item i is one: of a sequence that is there and one of the block's units below `end`.
   __device__ __forceinline__ bool has(int i, int end) const {
@@ -81,20 +98,17 @@ struct Items {
 
   // ---- item i of all lanes of a warp, in the order of places: units first, then sequences
   __device__ __forceinline__ int place_of_lane() const {
-    return !DIRECT ? lane : OUTER == 1 ? q * 8 + g : (2 * q + g / 4) * 4 + g % 4;
+    return !DIRECT ? lane : DEALT ? (2 * q + g / 4) * 4 + g % 4 : q * 8 + g;
   }
   __device__ __forceinline__ int unit_at(int i, int place) const {
     if (!DIRECT) return ((warp + i * WARPS) * 32 + place) % UNITS;
-    return direct_unit(i) + place % SPAN;
+    const int before = DEALT      ? i / BATCH_TILES * 4
+                       : REPEATED ? i * 16
+                                  : i / 2 / BATCH_TILES * 8;  // of the warp's units
+    return row_warp * ROW_TILES * TILE_UNITS + before + place % SPAN;
   }
   __device__ __forceinline__ int sequence_at(int i, int place) const {
     if (!DIRECT) return ((warp + i * WARPS) * 32 + place) / UNITS;
-    return warp_sequence(i) + place / SPAN * (OUTER == 1 ? 2 : 1);
-  }
-
- private:
-  __device__ __forceinline__ int direct_unit(int i) const {
-    const int tile = row_warp * ROW_TILES + i / TILE_ITEMS / BATCH_TILES;
-    return tile * TILE_UNITS + (OUTER == 1 ? i % 4 / 2 * 8 : 0);
+    return warp_sequence(i) + place / SPAN * (DEALT || REPEATED ? 1 : 2);
   }
 };

@@ -48,7 +48,7 @@ struct Multiplier : Memory {
   bool given_up;
   int* failed;
   u32 w[REGISTER_TILES][CHUNKS][2][4];
-  float finished[BATCH_TILES][ROW_TILES][4];  // where DIRECT: the sums of this lane's items
+  float finished[BATCH_TILES][ROW_TILES][4];  // where DIRECT
 
   __device__ __forceinline__ Multiplier(int hidden, int sequences, int* failed)
       : Memory(sequences), hidden(hidden), given_up(false), failed(failed) {
@@ -69,6 +69,7 @@ struct Multiplier : Memory {
     int unit, part;
   };
   __device__ __forceinline__ static Row row_at(int r) {
+    if (DIRECT && !DEALT && OUTER > 1) return {r / 32 * 8 + r % 8, r % 32 / 8};
     if (DIRECT) return {r / 16 * TILE_UNITS + r % TILE_UNITS, r % 16 / TILE_UNITS};
     return {r / OWN_ROWS * UNITS + r % OWN_ROWS / OUTER, r % OUTER};
   }
@@ -242,26 +243,20 @@ struct Multiplier : Memory {
 #pragma unroll
         for (int chain = 1; chain < CHAINS; ++chain) total[i] += sums[m][chain][i];
       }
-      if (DIRECT) {
-        deal(finished[n][m], total);
-        continue;
-      }
+      if (DEALT) deal(finished[n][m], total);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        if (DIRECT && !DEALT) finished[n][m][i] = total[i];
+        if (DIRECT) continue;
         const int s = n * 8 + q * 2 + i % 2;
         const int r = (row_warp * ROW_TILES + m) * 16 + i / 2 * 8 + g;
         if (s < sequences) partial[(k_warp * SEQUENCES + s) * PARTIAL_ROW + r] = total[i];
       }
     }
   }
-  // Of a unit with four rows, a lane has two for two sequences, and the lane 16 further the other
-  // two: each takes all four for one of them.
+  // Of a unit with four rows in one tile, a lane has two for two sequences, and the lane 16 further
+  // the other two: each takes all four for one of them.
   __device__ __forceinline__ void deal(float (&to)[4], const float (&total)[4]) const {
-    if (OUTER == 1) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i] = total[i];
-      return;
-    }
     const bool low = g < 4;
     const float first = __shfl_xor_sync(~0u, low ? total[1] : total[0], 16);
     const float second = __shfl_xor_sync(~0u, low ? total[3] : total[2], 16);
@@ -405,8 +400,15 @@ struct Multiplier : Memory {
 
   // ---- v in shared memory
   __device__ __forceinline__ uint4 from_shared(int slot, int c, int n) const {
-    return *reinterpret_cast<const uint4*>(vectors(slot) + (n * 8 + g) * VECTOR_ROW +
+    const int s = REPEATED ? g % WIDTH : n * 8 + g;
+    return *reinterpret_cast<const uint4*>(vectors(slot) + s * VECTOR_ROW +
                                            k_of(c) * int(sizeof(Element)));
+  }
+  // The lane's part of one batch tile.
+  __device__ __forceinline__ void load_vectors(uint4 (&v)[CHUNKS], int slot) const {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) v[c] = from_shared(slot, c, 0);
+    __syncwarp();  // the assembler would put the loads off until they are used
   }
   __device__ __forceinline__ Element* place(int slot, int s, int section, int unit) const {
     return reinterpret_cast<Element*>(vectors(slot) + s * VECTOR_ROW) + section * padded + unit;

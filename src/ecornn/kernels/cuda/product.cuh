@@ -51,10 +51,18 @@ struct Product : Multiplier {
   // The finished rows of y of item i's unit.
   __device__ __forceinline__ void read_sums(int slot, int i, float (&sum)[OUTER]) const {
 #pragma unroll
-    for (int part = 0; part < OUTER; ++part)
-      sum[part] = DIRECT ? finished[i / TILE_ITEMS % BATCH_TILES][i / TILE_ITEMS / BATCH_TILES]
-                                   [OUTER == 1 ? i % 4 : part]
-                         : 0.0f;
+    for (int part = 0; part < OUTER; ++part) {
+      sum[part] = 0.0f;
+      if (DEALT) sum[part] = finished[i % BATCH_TILES][i / BATCH_TILES % ROW_TILES][part];
+      if (DIRECT && !DEALT && !REPEATED)
+        sum[part] = in_sheet(i / 2 / BATCH_TILES, i / 2 % BATCH_TILES, i % 2, part);
+      if (REPEATED) {
+        const bool second = q % 2;
+        sum[part] = second ? in_sheet(2 * i + 1, 0, 0, part) : in_sheet(2 * i, 0, 0, part);
+        if (WIDTH == 2 && q >= 2)
+          sum[part] = second ? in_sheet(2 * i + 1, 0, 1, part) : in_sheet(2 * i, 0, 1, part);
+      }
+    }
     if (DIRECT) return;
     constexpr int TERMS = OWNERS == 1 ? K_WARPS : OWNERS;
     constexpr int ROW = OWNERS == 1 ? PARTIAL_ROW : OWN_ROWS;
@@ -72,6 +80,11 @@ struct Product : Multiplier {
         for (int part = 0; part < OUTER; ++part) sum[part] += at[part];
       }
     }
+  }
+  // A sum of this lane's unit in a sheet, in the even or the odd one of its columns.
+  __device__ __forceinline__ float in_sheet(int sheet, int n, int odd, int part) const {
+    const int eight = (OUTER == 1 ? sheet : sheet * 4 + part) % (ROW_TILES * 2);  // rows
+    return finished[n][eight / 2][eight % 2 * 2 + odd];
   }
   // With one buffer of partial sums: nobody may write it before all have read.
   __device__ __forceinline__ void release_sums() const {
@@ -160,7 +173,7 @@ struct Product : Multiplier {
              *reinterpret_cast<const Pushed<TOGETHER>*>(stage() + p * 32 + place));
     }
 #else
-    if (has(i, padded))
+    if (has(i, hidden))  // the padding was cleared before
 #pragma unroll
       for (int p = 0; p < INNER; ++p)
         *place(slot, sequence_of(i), p, unit_of(i)) = pushed(value[p]);

@@ -172,7 +172,9 @@ def candidates(ask: Request, chip: Chip) -> Iterator[Geometry]:
     chunks = -(-length * element // CHUNK_BYTES)
     for grid, cluster, units, blocks, at_once in _spreads(ask, chip):
         most_groups = at_once // (blocks * ask.directions)
-        for groups in sorted({min(most_groups, -(-ask.batch // n)) for n in (1, 8, 16, 32)} - {0}):
+        for groups in sorted(
+            {min(most_groups, -(-ask.batch // n)) for n in (1, 2, 8, 16, 32)} - {0}
+        ):
             group_batch = -(-ask.batch // groups)
             if group_batch > 32:
                 continue
@@ -205,7 +207,7 @@ def _tiles(
     outer = GATES[ask.cell] if ask.kernel == "forward" else 1
     owners = cluster if grid else 1
     own_chunks = -(-chunks // owners)
-    small = outer * units * owners * own_chunks < 4 * TILE_ROWS
+    small = outer * units * owners * (own_chunks if grid else 1) < 4 * TILE_ROWS
     for warps in (1, 2, 4, 8, 16) if small else (4, 8, 16):
         for row_warps in (1, 2, 4, 8, 16):
             k_warps = warps // row_warps
@@ -220,19 +222,28 @@ def _tiles(
                 or (grid and row_warps > 1)
             ):
                 continue
-            row_tiles, k_chunks = -(-tiles // row_warps), -(-own_chunks // k_warps)
-            batch_tiles = -(-group_batch // TILE_SEQUENCES)
+            k_chunks, batch_tiles = -(-own_chunks // k_warps), -(-group_batch // TILE_SEQUENCES)
             together = _at_once(k_chunks * batch_tiles) if grid else (1,)
-            for at_once, abreast in product(together, (1, 2, 4)):
+            direct = not grid and k_warps == 1
+            widths = {
+                TILE_SEQUENCES,
+                group_batch if direct and group_batch <= 2 else TILE_SEQUENCES,
+            }
+            for at_once, abreast, width in product(together, (1, 2, 4), sorted(widths)):
                 if batch_tiles % abreast or (grid and at_once % abreast):
                     continue
-                fitting = []
+                row_tiles, fitting = -(-tiles // row_warps), []
+                if width < TILE_SEQUENCES and outer > 1:
+                    row_tiles = round_up(
+                        row_tiles, 4
+                    )  # lanes share units by twos, of two tiles each
                 for register_tiles in range(row_tiles, 0, -1):
                     tile = Tile(
                         *(ask.kernel, ask.cell, ask.numbers, units, row_warps, k_warps),
                         *(row_tiles, register_tiles, k_chunks, batch_tiles, grid, cluster),
                         at_once=at_once,
                         abreast=abreast,
+                        width=width,
                         features=ask.features,
                     ).serving(ask.hidden)
                     if registers(tile) <= min(255, 65536 // tile.threads):

@@ -45,6 +45,8 @@ class Tile:
     at_once: int = 8
     #: Batch tiles that are multiplied by weights which are read once.
     abreast: int = 1
+    #: Sequences of a batch tile; fewer than 8 are repeated in its columns.
+    width: int = TILE_SEQUENCES
     features: bool = False
     #: Whether blocks that exchange through L2 have more of the inner dimension than there is.
     ragged: bool = False
@@ -64,7 +66,7 @@ class Tile:
 
     @property
     def sequences(self) -> int:
-        return self.batch_tiles * TILE_SEQUENCES
+        return self.batch_tiles * self.width
 
     @property
     def outer(self) -> int:
@@ -90,7 +92,8 @@ class Tile:
     def items(self) -> int:
         """(unit, sequence) pairs of a thread."""
         if self.direct:
-            return self.row_tiles * self.batch_tiles * (4 if self.outer == 1 else 1)
+            tiles = self.row_tiles * self.batch_tiles * (4 if self.outer == 1 else 1)
+            return tiles if self.width == TILE_SEQUENCES else tiles // 4
         return -(-self.units * self.sequences // self.threads)
 
     @cached_property
@@ -156,6 +159,7 @@ class Tile:
             "PARTIAL_BUFFERS": self.partial_buffers,
             "AT_ONCE": self.at_once,
             "ABREAST": self.abreast,
+            "WIDTH": self.width,
             "FEATURES": int(self.features),
             "RAGGED": int(self.ragged),
             "SHARED_BYTES": self.shared_bytes,

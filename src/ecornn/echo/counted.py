@@ -1,0 +1,98 @@
+"""How often a model calls its parts in one forward pass, with which tensors every time, and with
+which of their own results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
+    """What a part is called with, in a fixed order."""
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+@dataclass
+class Given:
+    """What the calls of a part were given, place by place. Tensors are held for the time of
+    counting: another one could have the address of one that is gone."""
+
+    first: list[Tensor]
+    same: set[int]  # as at the first call
+    fed_back: set[int]  # results of earlier calls, but at the first
+    results: dict[int, Tensor] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)  # to, by a call
+
+    @classmethod
+    def of(cls, given: list[Tensor]) -> Given:
+        return cls(given, set(range(len(given))), set(range(len(given))))
+
+    def again(self, given: list[Tensor]) -> None:
+        places = range(len(given)) if len(given) == len(self.first) else ()
+        self.same &= {k for k in places if given[k] is self.first[k]}
+        self.fed_back &= {k for k in places if self.results.get(id(given[k])) is given[k]}
+
+
+@dataclass
+class Calls:
+    """Calls with tensors, by path."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
+
+    def common(self) -> dict[str, frozenset[int]]:
+        """Places of tensors that all calls of a part have in common."""
+        return {path: frozenset(one.same) for path, one in self._repeated()}
+
+    def fed_back(self) -> dict[str, frozenset[int]]:
+        """Places of tensors that are a part's own results, and that it does not write to."""
+        return {path: frozenset(one.fed_back - one.written) for path, one in self._repeated()}
+
+    def _repeated(self) -> list[tuple[str, Given]]:
+        return [(path, one) for path, one in self.given.items() if self.counts.get(path, 0) > 1]
+
+
+@contextmanager
+def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
+    """`compare`: tensors are held meanwhile, to see which are the same at all calls."""
+    calls = Calls()
+    hooks = []
+    under_way: list[
+        tuple[Given, list[Tensor], list[int]]
+    ] = []  # with how often each was written to
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
+            given = tensors_of(args, kwargs)
+            if given:
+                calls.counts[path] = calls.counts.get(path, 0) + 1
+            if not compare:
+                return
+            if path not in calls.given:
+                calls.given[path] = Given.of(given)
+            elif given:
+                calls.given[path].again(given)
+            under_way.append((calls.given[path], given, [t._version for t in given]))
+
+        return hook
+
+    def leave(part: nn.Module, args: Any, result: Any) -> None:
+        of_part, given, versions = under_way.pop()
+        of_part.written |= {k for k, t in enumerate(given) if t._version != versions[k]}
+        of_part.results |= {id(t): t for t in tensors_of(result, None)}
+
+    for path, part in model.named_modules():
+        if path:
+            hooks.append(part.register_forward_pre_hook(enter(path), with_kwargs=True))
+            if compare:
+                hooks.append(part.register_forward_hook(leave))
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
