@@ -39,8 +39,9 @@ def compile(  # torch's name for it
         them; () compiles the whole model, its loops unrolled.
     dynamic: as in torch.compile.
     lean: functions outside such parts that keep far more than they need, such as cross entropy of
-        many words, are replaced by ones that give the same bits. "layers", or memory "min": torch's
-        recurrent layers outside such parts are also run again in the backward pass.
+        many words, are replaced by ones that give the same bits. torch's recurrent layers outside
+        such parts are run again in the backward pass: with "layers", or memory "min", all of them,
+        with a budget as few as are enough, with "auto" those that are nearly free.
     masks: "bits" keeps booleans eight to a byte, with code generation "eager" only.
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
