@@ -16,8 +16,7 @@ _MEMORY = '"auto", "min", a size such as "6GiB", bytes as an integer, or a fract
 
 @dataclass(frozen=True)
 class Memory:
-    """How much a compiled graph may hold; or, where only parts of a model are compiled, a whole step
-    of it.
+    """How much a compiled graph may hold; where only parts of a model are compiled, a whole step.
 
     "auto"      every recomputation that is free, or nearly so, is taken
     "min"       as little as can be
