@@ -77,7 +77,7 @@ def test_gradients_are_those_of_the_same_parts_to_the_last_bit() -> None:
 def test_what_is_kept_falls_as_predicted() -> None:
     steps, inputs = 12, sentences(4, 30, 12)
     measured, predicted = {}, {}
-    for memory in (1.0, "min"):
+    for memory in ("1GiB", "min"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         compiled = ecornn.compile(Translator(hidden=16), memory=memory)
@@ -86,13 +86,13 @@ def test_what_is_kept_falls_as_predicted() -> None:
         (graph,) = compiled.explain().graphs
         assert graph.calls == steps
         predicted[memory] = graph.chosen.kept_bytes
-    fall = measured[1.0] - measured["min"]
+    fall = measured["1GiB"] - measured["min"]
     # inputs of a step that are read again, and so kept, count as the caller's: the keys, and the
     # words unless what they are joined to is kept
     joined = any(value.kept and "cat" in value.operator for value in graph.values)
     keys, words = 4 * 30 * 16 * 4, 0 if joined else 4 * 12 * 16 * 4
-    assert fall == steps * (predicted[1.0] - predicted["min"]) - keys - words
-    assert measured["min"] < measured[1.0] / 3
+    assert fall == steps * (predicted["1GiB"] - predicted["min"]) - keys - words
+    assert measured["min"] < measured["1GiB"] / 3
 
 
 def test_regions_can_be_named_and_forbidden() -> None:

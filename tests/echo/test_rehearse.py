@@ -18,10 +18,10 @@ from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.training.measure import predicted_peak
 from ecornn.bench.training.memory import allocated_peak, held_bytes, peak_bytes
 from ecornn.echo import cudnn, fakes
+from ecornn.echo.counted_storages import Counted
 from ecornn.echo.cudnn import BLOCK, SHORT, Asked, Room, at_length, room_of_cudnn
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean import cross_entropy, layers
-from ecornn.echo.rehearse import Counted
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ecornn.echo.lean import cross_entropy
+from ecornn.echo.lean import cross_entropy, layers
 from ecornn.echo.lean.mode import LeanFunctions, Replaced
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +107,7 @@ def test_a_layer_that_is_run_again_keeps_nothing_and_has_the_same_bits() -> None
     for rerun in (False, True):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        with LeanFunctions(Replaced(), rerun_layers=rerun):
+        with LeanFunctions(Replaced(), again=layers.EVERY_CALL if rerun else layers.NO_CALL):
             loss = layer(x)[0].sum()
         kept.append(torch.cuda.memory_allocated() - before)
         found.append(torch.autograd.grad(loss, [x, *layer.parameters()]))

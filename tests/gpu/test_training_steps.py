@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import ecornn
+from ecornn.bench.models.step import make_step
 from ecornn.bench.runners import tf32_where_it_is_faster
 from ecornn.bench.training.build import NotMeasurable, configured
 from ecornn.bench.training.cases import NAMED, ModelCase, make_case
@@ -19,10 +20,13 @@ from ecornn.bench.training.contenders import (
     ECHO,
     ECHO_EAGER,
     ECHO_MIN,
+    ECHO_WITHIN,
     replayed,
 )
 from ecornn.bench.training.measure import EFFORTS, Measurement
-from ecornn.echo.rehearse import ModelCall, rehearsed
+from ecornn.bench.training.memory import bytes_now
+from ecornn.echo.model_call import ModelCall
+from ecornn.echo.rehearse import rehearsed
 
 CUDA = torch.device("cuda")
 
@@ -107,7 +111,7 @@ def test_batch_norms_are_those_of_a_traced_graph_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("name", ["nmt-50", "lstm-lm", "speech"])
-@pytest.mark.parametrize("contender", [ECHO, ECHO_MIN], ids=lambda c: c.name)
+@pytest.mark.parametrize("contender", [ECHO, ECHO_MIN, *ECHO_WITHIN[-1:]], ids=lambda c: c.name)
 def test_the_peak_of_a_divided_model_is_foretold(name: str, contender: object) -> None:
     """Of full size: what libraries take beside is a small share there alone."""
     metrics = measured(make_case(name, "step"), contender)
@@ -199,3 +203,25 @@ def test_both_passes_of_a_layer_are_foretold(
     passes()
     peak = torch.cuda.max_memory_allocated() - before
     assert rehearsed(made, call, {}, None) == pytest.approx(peak, rel=0.05)
+
+
+def test_a_budget_is_met_by_running_one_layer_again() -> None:
+    """Of five, whose reserves are most of what the model holds."""
+    step = make_step("speech", device="cuda")
+    step.run = ecornn.compile(step.model, memory=0.9)
+    for _ in range(3):
+        step()
+    regions = step.run._regions  # type: ignore[attr-defined]
+    found = regions.step.way.found
+    assert (regions.replaced.latest_again, regions.replaced.latest_able) == (1, 5)
+    assert 4 not in regions.step.way.again, "the peak comes at its turn"
+    step.clear()
+    before = bytes_now(step)
+    torch.cuda.reset_peak_memory_stats()
+    step.loss().backward()
+    torch.cuda.synchronize()
+    beside = torch.cuda.max_memory_allocated() - before
+    assert beside == pytest.approx(found.most, rel=0.05)
+    assert beside <= 1.01 * (regions.step.limit - found.held)
+    told = " ".join(str(step.run.explain()).split())  # type: ignore[attr-defined]
+    assert "of 5 calls of recurrent layers in a forward pass 1 are run again" in told

@@ -40,7 +40,9 @@ class FellBack(UserWarning):
 class EchoBackend:
     """A backend for torch.compile, which remembers what it decided. `calls`: how often a graph's
     forward pass runs before its backward passes do, as a decoder's step does. `beside_s`: seconds
-    that a step takes elsewhere, for each of these calls. `common`: inputs of all of them."""
+    that a step takes elsewhere, for each of these calls. `common`: inputs of all of them.
+    `within_step`: what is asked for is a part of what is asked for a step, which is rehearsed as a
+    whole."""
 
     def __init__(
         self,
@@ -50,9 +52,11 @@ class EchoBackend:
         beside_s: float = 0.0,
         part: str = "",
         common: CommonInputs | None = None,
+        within_step: bool = False,
     ) -> None:
         self.options, self.calls, self.part = options, calls, part
         self.beside_s, self.common = beside_s, common or CommonInputs()
+        self.within_step = within_step
         self.report = Report()
         #: What runs, for those who rehearse it; the latest last. None: nobody will.
         self.recorded: list[Recorded] | None = None
@@ -64,6 +68,7 @@ class EchoBackend:
         for device in {x.device for x in inputs if isinstance(x, Tensor)}:
             check_device(self.options, codegen, device)
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
+        told.within_step = self.within_step
         self.report.add(told)
         recorded = Recorded(self._key_of(module, inputs))
         # other tensors of a module, states for one, may be others at each call

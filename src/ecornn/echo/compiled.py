@@ -14,7 +14,8 @@ from ecornn.echo.backend import EchoBackend
 from ecornn.echo.explain import Explanation
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.options import Options, read_options
-from ecornn.echo.regions import Regions, named
+from ecornn.echo.parts import named
+from ecornn.echo.regions import Regions
 from ecornn.echo.twin import alone
 from ecornn.errors import EcornnError, InvalidInput
 
@@ -39,8 +40,9 @@ def compile(  # torch's name for it
         them; () compiles the whole model, its loops unrolled.
     dynamic: as in torch.compile.
     lean: functions outside such parts that keep far more than they need, such as cross entropy of
-        many words, are replaced by ones that give the same bits. "layers", or memory "min": torch's
-        recurrent layers outside such parts are also run again in the backward pass.
+        many words, are replaced by ones that give the same bits. torch's recurrent layers outside
+        such parts are run again in the backward pass: with "layers", or memory "min", all of them,
+        with a budget as few as are enough, with "auto" those that are nearly free.
     masks: "bits" keeps booleans eight to a byte, with code generation "eager" only, and indices in
         as few bytes as tell them apart.
     maps: "bf16" or "fp8" keeps feature maps rounded to 16 or 8 bits; gradients are not eager mode's

@@ -17,13 +17,14 @@ _MEMORY = '"auto", "min", a size such as "6GiB", bytes as an integer, or a fract
 
 @dataclass(frozen=True)
 class Memory:
-    """How much a compiled graph may hold.
+    """How much a compiled graph may hold; where only parts of a model are compiled, a whole step.
 
     "auto"      every recomputation that is free, or nearly so, is taken
     "min"       as little as can be
     "bytes"     at most `amount` bytes
     "fraction"  at most the graph's inputs and `amount` of what it holds beside them at its peak
-                when nothing is recomputed
+                when nothing is recomputed; of a step, its weights and inputs, and `amount` of what
+                the model holds beside them as it is written
     """
 
     kind: str

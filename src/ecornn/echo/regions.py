@@ -8,8 +8,8 @@ one call keeps is there as many times when the backward passes begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -21,32 +21,22 @@ from torch.utils._pytree import tree_map
 from ecornn.echo.backend import EchoBackend, choose_codegen, start_compilers
 from ecornn.echo.calls_noted import CommonInputs, noting_calls
 from ecornn.echo.counted import counted
+from ecornn.echo.counted_storages import Functions, NotedFunctions
+from ecornn.echo.exchanged import Exchanged
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.alone import AssumedLoan
+from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
 from ecornn.echo.lean.needs import missing
-from ecornn.echo.lean.worth import Priced, Shares
-from ecornn.echo.options import Options
-from ecornn.echo.rehearse import ModelCall, rehearsed
+from ecornn.echo.lean.worth import NEARLY_FREE, Priced, Shares
+from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
+from ecornn.echo.options import Memory, Options
+from ecornn.echo.parts import SELDOM, called_often, runs_untraced_layers, traceable
+from ecornn.echo.rehearse import rehearsed
 from ecornn.echo.report import GraphReport
 from ecornn.echo.starts import Starts
+from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
 from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
-from ecornn.errors import InvalidInput
-
-#: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
-FEWEST_CALLS = 4
-
-
-def named(model: nn.Module, region: str | nn.Module) -> str:
-    """The path of a part."""
-    path: str
-    for path, part in model.named_modules():
-        if path and (part is region or path == region):
-            return path
-    parts = ", ".join(path for path, _ in model.named_children()) or "none"
-    raise InvalidInput(
-        "regions", repr(region), "a part of the model or its path", f"its parts are: {parts}"
-    )
 
 
 class Regions:
@@ -70,7 +60,12 @@ class Regions:
         self.why_wet: str | None = None
         self.replaced = Replaced()
         self.shares = Shares()
+        #: The one that is rehearsed: the first, or with a budget the first that asks for gradients.
         self.first_call: ModelCall | None = None
+        #: With a budget, how a step is run; was it planned for scores that nobody else refers to?
+        self.step: Step | None = None
+        self._taken_for_private = False
+        self._nearly_free: Container[int] = NO_CALL
         #: By path: which of the tensors that a part is called with are the same at all calls.
         self.common: dict[str, frozenset[int]] = {}
         self.fed_back: dict[str, frozenset[int]] = {}  # or are results of its calls before
@@ -79,8 +74,7 @@ class Regions:
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._lock = RLock()
-        self._inside = 0
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._exchanged = Exchanged()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.calls is None or any(count == 0 for count in self.calls.values()):
@@ -93,13 +87,14 @@ class Regions:
             self._settle(counts)
         if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
-        with self._in_place():
+        self._plan_for_budget(args, kwargs)
+        with self._exchanged(self._forwards):
             return self._called(args, kwargs)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         if not self.lean:
             return self.model(*args, **kwargs)
-        functions = LeanFunctions(self.replaced, rerun_layers=self._reruns_layers)
+        functions = LeanFunctions(self.replaced, again=self._again)
         try:
             with functions:
                 return self.model(*args, **kwargs)
@@ -107,25 +102,48 @@ class Regions:
             functions.end_of_call()
 
     @property
-    def _reruns_layers(self) -> bool:
-        kind = self.options.memory.kind
-        nearly_free = kind == "auto" and self.shares.nearly_free
-        return self.lean == "layers" or kind == "min" or nearly_free
+    def _again(self) -> Container[int]:
+        """The places of calls of recurrent layers that are run again."""
+        if self.lean == "layers" or self.options.memory.kind == "min":
+            return EVERY_CALL
+        return self._nearly_free if self.step is None else self.step.way.again
+
+    def _plan_for_budget(self, args: Any, kwargs: Any) -> None:
+        """A budget is one of the whole step. It is planned when a call asks for gradients, before
+        anything of it runs. Raises where it cannot be met, or nobody can tell."""
+        if self.options.memory.kind not in ("bytes", "fraction"):
+            return
+        with self._lock:
+            known = self.step is not None and (self._private or not self._taken_for_private)
+            if known or not asks_for_gradients(self.model, args, kwargs):
+                return
+            self._taken_for_private = self._private
+            call = ModelCall.of(args, kwargs, device_of(self.model))
+            if call is None:
+                raise cannot_be_promised(self.options.memory, OBJECTS)
+            calls = self.calls or {}
+            asked = Asked(
+                *(self.model, call, self.options.memory, calls, self._backend_of),
+                functions=self._assumed if self.lean else None,
+                every=self.lean == "layers",
+                starts=self._beginnings(calls),
+            )
+            self.step, self.first_call = within_budget(asked), call
+            self.calls = {path: calls[path] for path in self.step.way.parts}
+            self._compiled.clear()
+            self._backends.clear()
 
     def _settle(self, counts: dict[str, int]) -> None:
         if self.calls is None:
-            often = {
-                path: count
-                for path, count in counts.items()
-                if count >= FEWEST_CALLS and worth_compiling(self.model.get_submodule(path))
-            }
-            self.calls = {path: count for path, count in often.items() if not _within(path, often)}
+            self.calls = called_often(self.model, counts)
             self.divided = bool(self.calls)
             if not self.divided and runs_untraced_layers(self.model):
                 self.divided = self.untraced = True
                 self.calls = {path: counts[path] for path in traceable(self.model, counts)}
         else:
             self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
+        if self.options.memory.kind == "auto":
+            self._nearly_free = self.shares.nearly_free(self.calls)
 
     def _counted_dry(self, args: Any, kwargs: Any) -> dict[str, int] | None:
         """Calls of the parts, by a run of a copy on fake tensors: it takes no memory, computes
@@ -152,75 +170,63 @@ class Regions:
         with counted(self.model, compare=False) as calls:
             result = self.model(*args, **kwargs)
         self._settle(calls.counts)
+        if self.divided:
+            self._plan_for_budget(args, kwargs)
         return result
 
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """The regions' `forward` is the compiled one for the time of a call, or of several at once
-        in threads."""
-        assert self.calls is not None
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._exchange(self.calls)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    self._exchange_back()
-
-    def _exchange(self, calls: dict[str, int]) -> None:
-        try:
-            for path, count in calls.items():
-                part = self.model.get_submodule(path)
-                compiled = self._of(path, part, count)
-                if path in self._starts:
-                    self._starts[path].next_is_first = True
-                self._before.append((part, part.__dict__.get("forward")))
-                part.__dict__["forward"] = compiled
-        except BaseException:
-            self._inside -= 1
-            self._exchange_back()
-            raise
-
-    def _exchange_back(self) -> None:
-        while self._before:
-            part, before = self._before.pop()
-            if before is None:
-                part.__dict__.pop("forward", None)
-            else:
-                part.__dict__["forward"] = before
+    def _forwards(self) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """The regions, and what runs in their place."""
+        for path, count in (self.calls or {}).items():
+            part = self.model.get_submodule(path)
+            compiled = self._of(path, part, count)
+            if path in self._starts:
+                self._starts[path].next_is_first = True
+            yield part, compiled
 
     def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
         """A part that took another's place, or has another `forward`, is compiled anew."""
         known = self._compiled.get(path)
         inside = known is not None and part.__dict__.get("forward") is known[1]
         if known is None or (not inside and known[0] != part.forward):
-            beside = self._seconds_beside() / calls if path else 0.0
-            told = path or type(part).__name__
-            common = CommonInputs(self.common.get(path, frozenset()))
-            backend = EchoBackend(
-                self.options, calls=calls, beside_s=beside, part=told, common=common
-            )
-            backend.recorded = [] if path else None
+            asked = self.step.way.parts[path] if path and self.step else self.options.memory
+            backend = self._backend_of(path, asked)
             self._backends[path] = backend
             run = alone(part.forward if path else part)
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
             if calls > 1:
-                compiled = noting_calls(compiled, common)
-                self._starts[path] = starts = Starts(self._beginning(path, part))
+                compiled = noting_calls(compiled, backend.common)
+                self._starts[path] = starts = Starts(self._beginnings([path]).get(path, ()))
                 compiled = starts.around(compiled)
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]
 
-    def _beginning(self, path: str, part: nn.Module) -> frozenset[int]:
-        """Inputs whose gradients are as well asked for from the first call on: its results have
-        some in any case, if its weights are trained."""
-        trained = any(weight.requires_grad for weight in part.parameters())
-        return self.fed_back.get(path, frozenset()) if trained else frozenset()
+    def _backend_of(self, path: str, memory: Memory) -> EchoBackend:
+        if not path:
+            return EchoBackend(self.options, part=type(self.model).__name__)
+        assert self.calls is not None
+        calls = self.calls[path]
+        backend = EchoBackend(
+            replace(self.options, memory=memory),
+            calls=calls,
+            beside_s=self._seconds_beside() / calls,
+            part=path,
+            common=CommonInputs(self.common.get(path, frozenset())),
+            within_step=self.options.memory.kind in ("bytes", "fraction"),
+        )
+        backend.recorded = []
+        return backend
+
+    def _beginnings(self, paths: Iterable[str]) -> dict[str, frozenset[int]]:
+        """By path: inputs whose gradients are as well asked for from the first call on. Its results
+        have some in any case, if its weights are trained."""
+
+        def trained(path: str) -> bool:
+            return any(
+                weight.requires_grad for weight in self.model.get_submodule(path).parameters()
+            )
+
+        return {path: self.fed_back.get(path, frozenset()) for path in paths if trained(path)}
 
     def _seconds_beside(self) -> float:
         """Of a step, outside the regions, each of which has its part of it to be measured by."""
@@ -231,18 +237,22 @@ class Regions:
         it, by a rehearsal. Raises where that is not possible."""
         if self.first_call is None:
             called = self.calls is not None and any(self.calls.values())
-            objects = "it is called with objects that may hold tensors, and these are not kept"
-            raise NotUnderstood(self.why_wet or (objects if called else "not called yet"))
+            raise NotUnderstood(self.why_wet or (OBJECTS if called else "not called yet"))
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
-        starts = {path: self._beginning(path, self.model.get_submodule(path)) for path in parts}
-        functions = self._assumed if self.lean else None
+        functions = self._assumed(self._again) if self.lean else None
+        starts = self._beginnings(parts)
         return rehearsed(self.model, self.first_call, parts, functions, starts)
 
-    def _assumed(self) -> LeanFunctions:
-        """The functions that are replaced in a rehearsal."""
-        private = 0 < self.replaced.calls == self.replaced.private
-        lend = partial(AssumedLoan, private=private)
-        return LeanFunctions(Replaced(), rerun_layers=self._reruns_layers, lend=lend)
+    @property
+    def _private(self) -> bool:
+        """Nobody else referred to the scores of a cross entropy, so far."""
+        return self.replaced.calls == self.replaced.private
+
+    def _assumed(self, again: Container[int]) -> Functions:
+        """The functions that are replaced in a rehearsal. Before scores were seen that others refer
+        to, it is assumed that there are none."""
+        lend = partial(AssumedLoan, private=self._private)
+        return partial(NotedFunctions, again=again, lend=lend)
 
     def graphs(self) -> list[GraphReport]:
         return [told for backend in self._backends.values() for told in backend.report.graphs]
@@ -252,8 +262,7 @@ class Regions:
         if self.calls is None:
             return ["not called yet: nothing is compiled"]
         if not self.divided:
-            often = f"no part of it, single layers aside, is called {FEWEST_CALLS} times or more"
-            return [f"the whole model is compiled: {'as asked for' if self.given else often}"]
+            return [f"the whole model is compiled: {'as asked for' if self.given else SELDOM}"]
         how = "named by the caller" if self.given else "found at the first call"
         parts = "; ".join(f"{path}, {count} times" for path, count in self.calls.items())
         found = [f"called in one forward pass, {how}, each compiled once: {parts or 'none'}"]
@@ -263,36 +272,20 @@ class Regions:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
         unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
         rest = self.replaced.told() if self.lean else [unlean]
-        if self.lean and self.replaced.layers:
-            rest.append(f"that is estimated to take {self.shares.of_step:.1%} of a step")
-        return [*found, "the rest of the model runs as it is written", *rest]
+        if self.lean and self.replaced.latest_able:
+            rest.append(self._told_of_layers())
+        budget = [] if self.step is None else [self.step.told()]
+        return [*found, *budget, "the rest of the model runs as it is written", *rest]
 
-
-def worth_compiling(part: nn.Module) -> bool:
-    """A single layer of torch.nn, or a part without weights, leaves nothing to plan by itself: such
-    a part, an activation used all over a model among them, stays in the graph of the whole."""
-    single = type(part).__module__.startswith("torch.nn") and not list(part.children())
-    return not single and any(True for _ in part.parameters())
-
-
-def runs_untraced_layers(model: nn.Module) -> bool:
-    """torch's compiler leaves its own recurrent layers alone, and with them every function that
-    calls them in a loop."""
-    allowed = getattr(torch._dynamo.config, "allow_rnn", False)
-    return not allowed and any(isinstance(part, nn.RNNBase) for part in model.modules())
-
-
-def traceable(model: nn.Module, counts: dict[str, int]) -> list[str]:
-    """The largest parts that were called and have no such layer."""
-    found = [
-        path
-        for path in counts
-        if not runs_untraced_layers(part := model.get_submodule(path)) and worth_compiling(part)
-    ]
-    return [path for path in found if not _within(path, found)]
-
-
-def _within(path: str, others: Container[str]) -> bool:
-    """Is a part within another?"""
-    parents = (path.rsplit(".", k)[0] for k in range(1, path.count(".") + 1))
-    return any(parent in others for parent in parents)
+    def _told_of_layers(self) -> str:
+        able, again = self.replaced.latest_able, self.replaced.latest_again
+        if self.lean == "layers":
+            why = "as asked for"
+        elif self.options.memory.kind == "min":
+            why = "as little memory as can be was asked for"
+        elif self.step is not None:
+            why = "as few as were found to be enough" if again else "none need be"
+        else:
+            why = f"as many as are estimated to take {NEARLY_FREE:.0%} of a step or less"
+        why += self.shares.told(self._again, self.calls or ())
+        return f"of {able} calls of recurrent layers in a forward pass {again} are run again: {why}"

@@ -10,144 +10,141 @@ and CTC loss, which is measured at a short length, as is what the layers reserve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ecornn.echo.fakes import CUDNN, WithoutNumbers
+from ecornn.echo.calls_noted import CommonInputs, noting_calls
+from ecornn.echo.counted_storages import Counted, Functions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
+from ecornn.echo.model_call import ModelCall
 from ecornn.echo.recorded import Pass, Recorded, key_of
-from ecornn.echo.replay import Code, Ledger, callable_of
+from ecornn.echo.replay import Code, callable_of
 from ecornn.echo.starts import Starts
 from ecornn.echo.twin import alone, device_of, draws_kept, without_numbers
 from ecornn.echo.weight_sums import WeightSums
+from ecornn.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class Form:
-    """A tensor that a model was called with, without its numbers."""
+class Rehearsed:
+    """`most`: bytes that both passes hold at once beside `held`, which are there before: weights,
+    buffers and what the model is called with."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
+    most: int
+    held: int
+    #: By place among the calls of recurrent layers, of those that could be run again: the seconds
+    #: that it takes; and the bytes at the peak of what those made that are not run again.
+    layers: Mapping[int, float] = field(default_factory=dict)
+    at_peak: Mapping[int, int] = field(default_factory=dict)
 
 
-#: What holds no tensor.
-PLAIN = (
-    *(int, float, complex, str, bytes, type(None), slice, range, Enum),
-    *(torch.dtype, torch.device, torch.Size),
-)
+#: Of what torch has traced of a part, and the forms of its inputs: what runs.
+Find = Callable[[fx.GraphModule, Sequence[Any]], Recorded]
+
+
+def among(path: str, compiled: Sequence[Recorded]) -> Find:
+    """What was compiled for a part, the latest last."""
+
+    def find(module: fx.GraphModule, inputs: Sequence[Any]) -> Recorded:
+        key = key_of(module, inputs)
+        found = [one for one in compiled if one.key == key]
+        if not found:
+            raise NotUnderstood(f"{path} was not compiled for what it is called with here")
+        return found[-1]
+
+    return find
 
 
 @dataclass(frozen=True)
-class ModelCall:
-    """What a model was called with, and under which autocast: (device's type, dtype) or None."""
+class Part:
+    """A part that is compiled. `starts`: see `Starts`. `common`: is told of the part's calls, for
+    whoever compiles it meanwhile."""
 
-    args: Any
-    kwargs: Any
-    autocast: tuple[str, torch.dtype] | None
-
-    @classmethod
-    def of(cls, args: Any, kwargs: Any, device: torch.device) -> ModelCall | None:
-        """None where something is handed over that may hold tensors, which must not be kept."""
-        if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves((args, kwargs))):
-            return None
-        kind = device.type
-        # of a device that has none, such as meta, torch does not even tell whether it is on
-        cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if cast else None
-        args, kwargs = tree_map(_form, (args, kwargs))
-        return cls(args, kwargs, None if dtype is None else (kind, dtype))
-
-    def context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
+    find: Find
+    starts: Collection[int] = ()
+    common: CommonInputs | None = None
 
 
-def _form(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    form = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
-    return Form(*form, value.requires_grad)
-
-
-class Counted(WithoutNumbers):
-    """Counts the storages of tensors without numbers. No mode beside it: torch's compiler leaves
-    alone what runs under others."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__(CUDNN)
-        self.ledger = Ledger(device)
-
-    def made(self, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, FakeTensor):
-                self.ledger.see(leaf)
-        self.ledger.most = max(self.ledger.most, self.ledger.now + scratch)
-
-    def held(self, value: Any) -> Any:
-        """What the caller holds: it is not counted."""
-        if isinstance(value, Form):
-            with self:
-                made = torch.empty_strided(
-                    value.size, value.stride, dtype=value.dtype, device=value.device
-                )
-            value = made.requires_grad_(value.requires_grad)
-        if isinstance(value, FakeTensor):
-            self.ledger.ignore(value)
-        return value
-
-
-@dataclass
 class Rehearsal:
-    """`parts`: by path, what their compiled graphs run. `model`: the copy. `functions`: replaces
-    functions while the model is called, and ends with `end_of_call`."""
+    """Steps of a copy of a model, one after the other. `parts`: by path, what is compiled."""
 
-    parts: Mapping[str, Sequence[Recorded]]
-    mode: Counted
-    model: nn.Module
-    functions: Callable[[], Any] | None = None
-    starts: dict[str, Starts] = field(default_factory=dict)
-    _runs: dict[int, Callable[[list[Any]], Any]] = field(default_factory=dict)
-    _sums: dict[int, WeightSums] = field(default_factory=dict)
+    def __init__(self, model: nn.Module, call: ModelCall, parts: Mapping[str, Part]) -> None:
+        self.mode = mode = Counted(device_of(model).type)
+        self.model = without_numbers(model, mode)
+        self.parts, self._model_call, self._traced = parts, call, False
+        self._runs: dict[int, Callable[[list[Any]], Any]] = {}
+        self._sums: dict[int, WeightSums] = {}
+        self._starts = [self._compile(path, part) for path, part in parts.items()]
+        self._given = tree_map(mode.held, (call.args, call.kwargs))
+        weights = [mode.held(t) for t in (*self.model.parameters(), *self.model.buffers())]
+        self._leaves = [*weights, *(t for t in tree_leaves(self._given) if isinstance(t, Tensor))]
+        self._held_bytes = mode.bytes_held(self._leaves)
+
+    def _compile(self, path: str, part: Part) -> Starts:
+        """As `Regions` does."""
+        module, starts = self.model.get_submodule(path), Starts(part.starts)
+        run = torch.compile(alone(module.forward), backend=self._backend(path), dynamic=False)
+        if part.common is not None:
+            run = noting_calls(run, part.common)
+        module.__dict__["forward"] = without_lean_functions(starts.around(run))
+        return starts
 
     def end(self) -> None:
         """torch's compiler keeps the backend, and what it refers to, for as long as it runs."""
-        self.parts, self.model, self.functions = {}, nn.Module(), None
+        self.parts, self.model, self._given, self._leaves = {}, nn.Module(), None, []
         self._runs.clear()
         self._sums.clear()
 
-    def call(self, call: ModelCall, given: Any) -> Any:
-        args, kwargs = given
-        for one in self.starts.values():
-            one.next_is_first = True
-        with self.mode, call.context():
-            if self.functions is None:
-                return self.model(*args, **kwargs)
-            functions = self.functions()
-            with functions:
-                result = self.model(*args, **kwargs)
-            functions.end_of_call()
-            return result
+    def step(self, functions: Functions | None) -> Rehearsed:
+        """`functions`: replaces functions while the model is called."""
+        ledger = self.mode.ledger
+        with _understood():
+            if not self._traced:  # the first call is for torch to trace the compiled parts
+                self._called_model(functions)
+                self._traced = True
+            for tensor in self._leaves:
+                tensor.grad = None
+            before = ledger.begin()
+            results, seconds = self._called_model(functions)
+            roots = [t for t in tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad]
+            if roots:
+                with self.mode:
+                    torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+            return Rehearsed(ledger.most - before, self._held_bytes, seconds, ledger.owned_at_most)
 
-    def backend(self, path: str) -> Callable[..., Any]:
-        """For torch.compile: instead of compiling a graph, find what was compiled for it."""
+    def _called_model(self, functions: Functions | None) -> tuple[Any, dict[int, float]]:
+        args, kwargs = self._given
+        for one in self._starts:
+            one.next_is_first = True
+        with self.mode, self._model_call.context():
+            if functions is None:
+                return self.model(*args, **kwargs), {}
+            lean = functions(self.mode.ledger)
+            with lean:
+                result = self.model(*args, **kwargs)
+            lean.end_of_call()
+            return result, lean.seconds
+
+    def _backend(self, path: str) -> Callable[..., Any]:
+        """For torch.compile: what was compiled for a graph is found, or compiled now."""
 
         def find(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            key = key_of(module, inputs)
-            found = [one for one in self.parts[path] if one.key == key]
-            if not found:
-                raise NotUnderstood(f"{path} was not compiled for what it is called with here")
-            return lambda *given: self._called(found[-1], given)
+            # compiling is no part of the step, and is done as outside of a rehearsal
+            self.mode.ledger.ignoring = True
+            try:
+                with unset_fake_temporarily():
+                    found = self.parts[path].find(module, inputs)
+            finally:
+                self.mode.ledger.ignoring = False
+            return lambda *given: self._called(found, given)
 
         return find
 
@@ -226,47 +223,44 @@ def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
-def rehearsed(
-    model: nn.Module,
-    call: ModelCall,
-    parts: Mapping[str, Sequence[Recorded]],
-    functions: Callable[[], Any] | None,
-    starts: Mapping[str, Collection[int]] | None = None,
-) -> int:
-    """The most bytes that both passes of a call hold at once beside what is there before.
-    `starts`: by path, see `Starts`."""
-    mode = Counted(device_of(model).type)
+@contextmanager
+def rehearsal_of(
+    model: nn.Module, call: ModelCall, parts: Mapping[str, Part]
+) -> Iterator[Rehearsal]:
+    """Raises `NotUnderstood` where it is not possible, from its steps too."""
+    with draws_kept():
+        with _understood():
+            rehearsal = Rehearsal(model, call, parts)
+        try:
+            yield rehearsal
+        finally:
+            rehearsal.end()
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
     try:
-        with draws_kept():
-            first = {path: Starts(places) for path, places in (starts or {}).items()}
-            rehearsal = Rehearsal(parts, mode, without_numbers(model, mode), functions, first)
-            try:
-                return _most(rehearsal, call)
-            finally:
-                rehearsal.end()
+        yield
     except Exception as error:  # whatever the model raises without numbers
         inner = getattr(error, "inner_exception", error)  # torch's compiler wraps what it meets
+        if isinstance(inner, InvalidInput):  # what is asked of a part that is compiled meanwhile
+            raise inner from None
         said = str(inner).splitlines()[0] if str(inner) else type(inner).__name__
         raise NotUnderstood(f"the step could not be rehearsed: {said}") from error
 
 
-def _most(rehearsal: Rehearsal, call: ModelCall) -> int:
-    """The model is called twice, the first time for torch to trace the compiled parts."""
-    mode, model = rehearsal.mode, rehearsal.model
-    for path in rehearsal.parts:
-        part = model.get_submodule(path)
-        found = rehearsal.backend(path)
-        compiled = torch.compile(alone(part.forward), backend=found, dynamic=False)
-        if path in rehearsal.starts:
-            compiled = rehearsal.starts[path].around(compiled)
-        part.__dict__["forward"] = without_lean_functions(compiled)
-    for tensor in (*model.parameters(), *model.buffers()):
-        mode.held(tensor).grad = None
-    given = tree_map(mode.held, (call.args, call.kwargs))
-    rehearsal.call(call, given)
-    before = mode.ledger.most = mode.ledger.now
-    results = tree_leaves(rehearsal.call(call, given))
-    roots = [leaf for leaf in results if isinstance(leaf, Tensor) and leaf.requires_grad]
-    with mode:
-        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-    return mode.ledger.most - before
+def rehearsed(
+    model: nn.Module,
+    call: ModelCall,
+    parts: Mapping[str, Sequence[Recorded]],
+    functions: Functions | None,
+    starts: Mapping[str, Collection[int]] | None = None,
+) -> int:
+    """The most bytes that both passes of a call hold at once beside what is there before.
+    `parts`: by path, what their compiled graphs run; `starts`: by path, see `Starts`."""
+    begins = starts or {}
+    found = {
+        path: Part(among(path, compiled), begins.get(path, ())) for path, compiled in parts.items()
+    }
+    with rehearsal_of(model, call, found) as rehearsal:
+        return rehearsal.step(functions).most

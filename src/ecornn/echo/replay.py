@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +36,21 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.device, self.grain = device, GRAINS.get(device, 1)
         self.now = self.most = 0
-        self._known: dict[int, int] = {}  # bytes, by storage
+        self.ignoring = False  # what is made now
+        #: Whose is what is made now, and, by owner, the bytes that were there at the most.
+        self.owner: int | None = None
+        self.owned_at_most: dict[int, int] = {}
+        self._owned: Counter[int] = Counter()
+        self._known: dict[int, tuple[int, int | None]] = {}  # bytes and owner, by storage
+
+    def begin(self) -> int:
+        """The most is asked for from here on; what is there now."""
+        self.most, self.owned_at_most = self.now, dict(self._owned)
+        return self.now
+
+    def reach(self, count: int) -> None:
+        if count > self.most:
+            self.most, self.owned_at_most = count, dict(self._owned)
 
     def ignore(self, tensor: Tensor) -> None:
         """Somebody else holds it."""
@@ -43,7 +58,8 @@ class Ledger(TorchDispatchMode):
 
     def see(self, tensor: Tensor) -> None:
         if tensor.device.type == self.device:
-            self._enter(tensor, self.rounded(tensor.untyped_storage().nbytes()))
+            count = self.rounded(tensor.untyped_storage().nbytes())
+            self._enter(tensor, 0 if self.ignoring else count)
 
     def rounded(self, count: int) -> int:
         return -(-count // self.grain) * self.grain
@@ -52,19 +68,24 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._known:
-            self._known[key] = count
+            self._known[key] = count, self.owner
             self.now += count
-            self.most = max(self.most, self.now)
+            if self.owner is not None:
+                self._owned[self.owner] += count
+            self.reach(self.now)
             weakref.finalize(storage, self._left, key)
 
     def _left(self, key: int) -> None:
-        self.now -= self._known.pop(key)
+        count, owner = self._known.pop(key)
+        self.now -= count
+        if owner is not None:
+            self._owned[owner] -= count
 
     def bytes_of(self, values: Iterable[Any]) -> int:
         """Each storage once, what somebody else holds not at all."""
         tensors = (value for value in values if isinstance(value, Tensor))
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return sum(self._known.get(key, 0) for key in keys)
+        return sum(self._known.get(key, (0, None))[0] for key in keys)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -221,7 +242,7 @@ class Replay:
             arriving = self._made(like[len(kept) :])
         arguments = [*kept, *arriving]
         kept.clear()
-        self.ledger.most = self.ledger.now
+        self.ledger.begin()
         return self._run(code, arguments)
 
     def _made(self, like: Sequence[Any]) -> list[Any]:

@@ -67,6 +67,8 @@ class GraphReport:
     codegen_reason: str
     memory: Memory
     calls: int = 1
+    #: Was the whole step rehearsed that the graph is a part of, and found to fit?
+    within_step: bool = False
     #: None until a backward pass was planned; a graph that needs no gradient never has one.
     chosen: Choice | None = None
     keep_all: Choice | None = None
@@ -100,7 +102,7 @@ class GraphReport:
     def over_budget(self) -> str | None:
         """That a budget in bytes is not met after all, in a sentence."""
         found, limit = self.predicted_peak_bytes, self.limit_bytes
-        if found is None or limit is None or found <= limit:
+        if found is None or limit is None or found <= limit or self.within_step:
             return None
         more = f"{found:,} bytes are predicted, {limit:,} were asked for"
         return (

@@ -27,7 +27,7 @@ def trained(layer: nn.Module, x: Any, replaced: Replaced | None, **context: Any)
         if replaced is None:
             out, _ = layer(x)
         else:
-            with LeanFunctions(replaced, rerun_layers=True):
+            with LeanFunctions(replaced, again=layers.EVERY_CALL):
                 out, _ = layer(x)
     out = out if isinstance(out, Tensor) else out.data
     out.float().square().sum().backward(retain_graph=True)
@@ -71,7 +71,7 @@ def test_autocast_is_that_of_the_call() -> None:
 @pytest.mark.parametrize("which", ["input", "weight"])
 def test_an_argument_that_was_changed_is_found(which: str) -> None:
     layer, x = nn.LSTM(4, 6), torch.randn(5, 3, 4)
-    with LeanFunctions(Replaced(), rerun_layers=True):
+    with LeanFunctions(Replaced(), again=layers.EVERY_CALL):
         out = layer(x)[0].sum()
     with torch.no_grad():
         (x if which == "input" else layer.weight_hh_l0).mul_(2)
@@ -111,20 +111,20 @@ def test_a_compiled_model_runs_them_again_where_asked_for() -> None:
 
 def test_draws_are_not_repeated_and_small_or_constant_layers_are_left() -> None:
     x, replaced = torch.randn(5, 3, 4), Replaced()
-    with LeanFunctions(replaced, rerun_layers=True):
+    with LeanFunctions(replaced, again=layers.EVERY_CALL):
         nn.LSTM(4, 6, num_layers=2, dropout=0.5)(x)
         nn.LSTM(4, 6).requires_grad_(False)(x)
         with torch.no_grad():
             nn.GRU(4, 6)(x)
     assert replaced.layers == 0
-    with LeanFunctions(replaced, rerun_layers=True):  # by a checkpoint of the model's own
+    with LeanFunctions(replaced, again=layers.EVERY_CALL):  # by a checkpoint of the model's own
         layer = nn.LSTM(4, 6)
         out = checkpoint(lambda given: layer(given)[0].sum(), x, use_reentrant=False)
     out.backward()
     with LeanFunctions(replaced):  # not asked for
         nn.LSTM(4, 6)(x)
     assert replaced.layers == 0
-    with LeanFunctions(replaced, rerun_layers=True):
+    with LeanFunctions(replaced, again=layers.EVERY_CALL):
         nn.LSTM(4, 6, num_layers=2, dropout=0.5).eval()(x)
     assert replaced.layers == 1
     assert "run again in the backward pass, 1 calls" in replaced.told()[0]
@@ -136,10 +136,26 @@ def test_nothing_but_the_arguments_is_kept() -> None:
     kept = {}
     for rerun in (False, True):
         with Alive() as alive:
-            with LeanFunctions(Replaced(), rerun_layers=rerun):
+            with LeanFunctions(Replaced(), again=layers.EVERY_CALL if rerun else layers.NO_CALL):
                 out = layer(x)[0].sum()
             kept[rerun] = alive.bytes_now()
         out.backward()
     states = 2 * 4 * 16 * 4
     assert kept[False] > 3 * results
     assert kept[True] <= states + 4 + 1024
+
+
+def test_calls_are_told_apart_by_their_order() -> None:
+    """Also by those that are left to torch, such as the second one here."""
+    made = [nn.GRU(4, 4), nn.GRU(4, 4).requires_grad_(False), nn.GRU(4, 4)]
+    replaced = Replaced()
+    functions = LeanFunctions(replaced, again=frozenset([1, 2]))
+    with functions:
+        for layer in made:
+            layer(torch.randn(5, 3, 4))
+    functions.end_of_call()
+    assert (replaced.latest_able, replaced.latest_again, replaced.layers) == (2, 1, 1)
+    with LeanFunctions(replaced, again=frozenset([0])) as evaluated, torch.no_grad():
+        made[0](torch.randn(5, 3, 4))
+    evaluated.end_of_call()
+    assert (replaced.latest_able, replaced.layers) == (2, 1), "of calls for gradients alone"

@@ -6,9 +6,9 @@
   the loop (`torch.compile unrolled`: all of it);
 - `budget=0.5`, `budget=0.1`: the same with torch's `activation_memory_budget`;
 - `aggressive`: the same with torch's `aggressive_recomputation`;
-- `echo`, `echo memory=min`, `echo memory=0.5`, `echo memory=0.6`: `ecornn.compile`, with the
-  default memory, the smallest, and, where they are named, such a part of what is held beside
-  weights and batch when all is kept;
+- `echo`, `echo memory=min`, `echo memory=0.5`, `echo memory=0.6`, `echo memory=0.9`:
+  `ecornn.compile`, with the default memory, the smallest, and, where they are named, such a part of
+  what is held beside weights and batch when all is kept;
 - `ecornn.profiler`: the memory profiler's own figures, in a benchmark of their own;
 - `…+graph`: the whole step, optimizer included, replayed from a CUDA graph.
 """
@@ -65,7 +65,7 @@ UNROLLED = Contender("torch.compile unrolled", "compile", unrolled=True)
 ECHO = Contender("echo", "echo")
 ECHO_MIN = Contender("echo memory=min", "echo", memory="min")
 #: Between the other two, for models on which an option of torch's is; measured where it is named.
-ECHO_WITHIN = tuple(Contender(f"echo memory={m:g}", "echo", memory=m) for m in (0.5, 0.6))
+ECHO_WITHIN = tuple(Contender(f"echo memory={m:g}", "echo", memory=m) for m in (0.5, 0.6, 0.9))
 #: Runs torch's own kernels in the order of the model: bitwise equal to it.
 ECHO_EAGER = Contender("echo codegen=eager", "echo", codegen="eager")
 ECHO_EAGER_MIN = Contender("echo memory=min codegen=eager", "echo", memory="min", codegen="eager")

@@ -16,7 +16,7 @@ from ecornn.bench.compare import Judgement
 from ecornn.bench.results import AnyCase, Row
 from ecornn.bench.training.accuracy import BOUNDS
 from ecornn.bench.training.cases import NAMED, ModelCase
-from ecornn.bench.training.contenders import ALL, EAGER
+from ecornn.bench.training.contenders import ALL, EAGER, ECHO_WITHIN
 from ecornn.bench.training.record import BENCHMARK
 
 Rows = Mapping[str, Row]
@@ -201,7 +201,7 @@ PLAN: Where = {"part": ("plan",), "size": ("full",)}
 
 OURS = ("echo", "echo memory=min")
 #: Whoever of ours is as quick as an option of torch's may stand beside it.
-BESIDE_OPTIONS = (*OURS, "echo memory=0.5", "echo memory=0.6")
+BESIDE_OPTIONS = (*OURS, *(contender.name for contender in ECHO_WITHIN))
 OPTIONS = ("torch.compile", "budget=0.5", "budget=0.1", "aggressive")
 
 

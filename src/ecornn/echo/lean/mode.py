@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,16 @@ from ecornn.sizes import size_text
 @dataclass
 class Replaced:
     """Calls of cross entropy so far, how many of their scores nobody else referred to, and the
-    largest scores; calls of layers that are run again, and the largest results of one."""
+    largest scores; calls of layers that are run again, and the largest results of one; and of the
+    latest forward pass, the calls of layers that could be run again, and those that are."""
 
     calls: int = 0
     private: int = 0
     largest_bytes: int = 0
     layers: int = 0
     largest_layer_bytes: int = 0
+    latest_able: int = 0
+    latest_again: int = 0
 
     def told(self) -> list[str]:
         told = []
@@ -55,12 +58,15 @@ class LeanFunctions(TorchFunctionMode):
         self,
         replaced: Replaced,
         *,
-        rerun_layers: bool = False,
+        again: Container[int] = layers.NO_CALL,
         lend: Callable[[Tensor], Loan] = Loan,
     ) -> None:
+        """`again`: places of the calls of recurrent layers that are run again, among such calls."""
         super().__init__()
-        self.replaced, self.rerun_layers, self._lend = replaced, rerun_layers, lend
+        self.replaced, self.again, self._lend = replaced, again, lend
         self.loans: list[Loan] = []
+        self._layer_calls = 0
+        self._able = self._run_again = 0
         self.other_streams = False
 
     def __torch_function__(
@@ -71,7 +77,7 @@ class LeanFunctions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is F.cross_entropy:
             return self._cross_entropy(args, kwargs or {})
-        if self.rerun_layers and func in layers.LAYERS:
+        if func in layers.LAYERS:
             return self._layer(func, args, kwargs or {})
         if func is Tensor.record_stream:
             self.other_streams = True
@@ -90,12 +96,22 @@ class LeanFunctions(TorchFunctionMode):
         return call.carry_out(self.loans[-1])
 
     def _layer(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if _watched() or layers.refusal(args, kwargs) is not None:
+        # all calls have a place: which of them can be run again may be another matter next time
+        place, self._layer_calls = self._layer_calls, self._layer_calls + 1
+        call = layers.Arguments.of(args, kwargs)
+        if call is None or _watched() or layers.refusal(call) is not None:
             return func(*args, **kwargs)
-        self.replaced.layers += 1
-        size = layers.output_bytes(args)
-        self.replaced.largest_layer_bytes = max(self.replaced.largest_layer_bytes, size)
-        return layers.run_again_later(func, args)
+        again = place in self.again
+        self._able += 1
+        self._run_again += again
+        if again:
+            self.replaced.layers += 1
+            most = self.replaced.largest_layer_bytes
+            self.replaced.largest_layer_bytes = max(most, call.output_bytes)
+        return self.run_layer(place, func, call, again=again)
+
+    def run_layer(self, place: int, layer: Any, call: layers.Arguments, *, again: bool) -> Any:
+        return layers.run_again_later(layer, call) if again else layer(*call.all)
 
     def end_of_call(self) -> None:
         """When the model's call is over and its names are gone."""
@@ -103,6 +119,8 @@ class LeanFunctions(TorchFunctionMode):
             loan = self.loans.pop()
             loan.end_of_call(seen_by_other_streams=self.other_streams)
             self.replaced.private += loan.private
+        if self._able:  # not where no gradient is asked for, as in evaluation
+            self.replaced.latest_able, self.replaced.latest_again = self._able, self._run_again
 
 
 def _watched() -> bool:

@@ -1,21 +1,23 @@
-"""Is it nearly free to run a model's recurrent layers again, and how long does a step take outside
-the parts that are compiled? Estimated from one run of its forward pass on tensors without
+"""Which of a model's recurrent layers are nearly free to run again, and how long does a step take
+outside the parts that are compiled? Estimated from one run of its forward pass on tensors without
 numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.graph import PRODUCTS
 from ecornn.echo.lean import layers
+from ecornn.echo.parts import within
 from ecornn.echo.work import Work, work_of
 
 #: Of the estimated time of the step as it is written. More than the 2 % that a compiled part may
@@ -27,22 +29,59 @@ PASSES = 3
 KERNELS = 2
 
 
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of a recurrent layer: within which part, the seconds of its forward pass, the bytes of
+    its results, to which all that it keeps is about proportional, and whether it can be run
+    again."""
+
+    path: str
+    seconds: float
+    bytes: int
+    able: bool
+
+
 @dataclass
 class Shares:
-    """Seconds of a forward pass: of all of it, of recurrent layers that could be run again, and, by
+    """Seconds of a forward pass: of all of it, of its calls of recurrent layers, in order, and, by
     path, of each of the model's parts."""
 
     seconds: float = 0.0
-    layers: float = 0.0
+    layers: list[LayerCall] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def of_step(self) -> float:
-        return self.layers / (PASSES * self.seconds) if self.seconds else 0.0
+    def layers_outside(self, paths: Collection[str]) -> list[LayerCall]:
+        """By their places: those within compiled parts are nobody's to run again."""
+        return [
+            call for call in self.layers if not (call.path in paths or within(call.path, paths))
+        ]
 
-    @property
-    def nearly_free(self) -> bool:
-        return 0 < self.of_step <= NEARLY_FREE
+    def of_step(self, calls: Iterable[LayerCall]) -> float:
+        """The share of a step that running such calls again adds to it."""
+        added = sum(call.seconds for call in calls)
+        return added / (PASSES * self.seconds) if self.seconds else 0.0
+
+    def told(self, again: Container[int], paths: Collection[str]) -> str:
+        """What running some calls again takes; nothing where that is not known."""
+        calls = enumerate(self.layers_outside(paths))
+        chosen = [call for place, call in calls if call.able and place in again]
+        if not (chosen and self.seconds):
+            return ""
+        return f"; that is estimated to take {self.of_step(chosen):.1%} of a step"
+
+    def nearly_free(self, paths: Collection[str]) -> Container[int]:
+        """The calls that are run again without being asked for: as many as take no more than a
+        small share of a step together, those first that free most in a second. Of calls alike the
+        earlier one: what it keeps is there for longer, and so most likely at the peak."""
+        calls = self.layers_outside(paths)
+        able = [place for place, call in enumerate(calls) if call.able]
+        chosen: list[int] = []
+        for place in sorted(able, key=lambda i: (-calls[i].bytes / calls[i].seconds, i)):
+            if self.of_step(calls[i] for i in (*chosen, place)) <= NEARLY_FREE:
+                chosen.append(place)
+        if not chosen:
+            return layers.NO_CALL
+        return layers.EVERY_CALL if len(chosen) == len(able) else frozenset(chosen)
 
     def step_outside(self, paths: Collection[str]) -> float:
         """Seconds of a step outside some parts, none of which is within another."""
@@ -67,85 +106,66 @@ class Priced(WithoutNumbers):
     def parts_of(self, model: nn.Module) -> Iterator[None]:
         """Parts are priced with all that they call, recurrent layers among it."""
         began: list[float] = []
+        inside: list[str] = [""]
 
-        def enter(*_: Any) -> None:
-            began.append(self.shares.seconds)
+        def enter_of(path: str) -> Callable[..., None]:
+            def enter(*_: Any) -> None:
+                began.append(self.shares.seconds)
+                inside.append(path)
+
+            return enter
 
         def leave_of(path: str) -> Callable[..., None]:
             def leave(*_: Any) -> None:
+                inside.pop()
                 spent = self.shares.seconds - began.pop()
                 self.shares.parts[path] = self.shares.parts.get(path, 0.0) + spent
 
             return leave
 
         parts = [(path, part) for path, part in model.named_modules() if path]
-        hooks = [part.register_forward_pre_hook(enter) for _, part in parts]
+        hooks = [part.register_forward_pre_hook(enter_of(path)) for path, part in parts]
         hooks += [part.register_forward_hook(leave_of(path)) for path, part in parts]
         try:
-            with self._layers_of(model):
+            with _Layers(self.shares, inside):
                 yield
         finally:
             for one in hooks:
                 one.remove()
 
-    @contextmanager
-    def _layers_of(self, model: nn.Module) -> Iterator[None]:
-        """Recurrent layers are priced as wholes: their operators say nothing of their steps."""
 
-        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else kwargs["input"]
-            seconds = layer_seconds(layer, given)
-            self.shares.seconds += seconds
-            self.shares.layers += seconds if _would_be_run_again(layer, given) else 0.0
+class _Layers(TorchFunctionMode):
+    """Recurrent layers are priced as wholes: their operators say nothing of their steps. Calls are
+    seen where `LeanFunctions` sees them, so that they have the same places."""
 
-        found = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
-        hooks = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in found]
-        try:
-            yield
-        finally:
-            for one in hooks:
-                one.remove()
+    def __init__(self, shares: Shares, inside: Sequence[str]) -> None:
+        """`inside`: the paths of the parts that are being called, the innermost last."""
+        super().__init__()
+        self._shares, self._inside = shares, inside
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in layers.LAYERS and not torch.compiler.is_compiling():
+            self._price(layers.Arguments.of(args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _price(self, call: layers.Arguments | None) -> None:
+        able = layers.refusal(call, grad_enabled=True) is None
+        seconds = 0.0 if call is None else layer_seconds(call)
+        bytes_ = 0 if call is None else call.output_bytes
+        self._shares.seconds += seconds
+        self._shares.layers.append(LayerCall(self._inside[-1], seconds, bytes_, able))
 
 
-def layer_seconds(layer: nn.RNNBase, given: Tensor | PackedSequence) -> float:
+def layer_seconds(call: layers.Arguments) -> float:
     """Of the forward pass of a stack: at every time step each layer multiplies by its weights and
     works out its gates."""
-    rows, steps, device = _rows(given), _steps(layer, given), _data(given).device
-    matrices = [weight for weight in layer.parameters() if weight.dim() == 2]
-    flops = 2 * rows * sum(matrix.numel() for matrix in matrices)
-    read = steps * sum(matrix.nbytes for matrix in matrices)
-    work = Work(None, read, _output_bytes(layer, given), flops, _data(given).dtype, device)
+    given, device = call.given, call.given.device
+    matrices = [weight for weight in call.weights if weight.dim() == 2]
+    flops = 2 * call.rows * sum(matrix.numel() for matrix in matrices)
+    read = call.steps * sum(matrix.nbytes for matrix in matrices)
+    work = Work(None, read, call.output_bytes, flops, given.dtype, device)
     machine = machine_of(device)
-    launches = KERNELS * steps * _count(layer)
+    launches = KERNELS * call.steps * call.state.shape[0]
     return machine.seconds(work, product=True) + launches * machine.launch_s
-
-
-def _would_be_run_again(layer: nn.RNNBase, given: Tensor | PackedSequence) -> bool:
-    """As `layers.refusal` will say of a call with numbers."""
-    draws = layer.training and layer.dropout > 0 and layer.num_layers > 1
-    trained = any(weight.requires_grad for weight in layer.parameters())
-    return trained and not draws and _output_bytes(layer, given) >= layers.FEWEST_BYTES
-
-
-def _data(given: Tensor | PackedSequence) -> Tensor:
-    return given.data if isinstance(given, PackedSequence) else given
-
-
-def _rows(given: Tensor | PackedSequence) -> int:
-    data = _data(given)
-    return data.numel() // max(data.shape[-1], 1)
-
-
-def _steps(layer: nn.RNNBase, given: Tensor | PackedSequence) -> int:
-    if isinstance(given, PackedSequence):
-        return len(given.batch_sizes)
-    return given.shape[1 if given.dim() == 3 and layer.batch_first else 0]
-
-
-def _count(layer: nn.RNNBase) -> int:
-    return layer.num_layers * (2 if layer.bidirectional else 1)
-
-
-def _output_bytes(layer: nn.RNNBase, given: Tensor | PackedSequence) -> int:
-    width = layer.proj_size or layer.hidden_size
-    return _rows(given) * _count(layer) * width * _data(given).itemsize
