@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.calls_noted import CommonInputs, noting_calls
-from ecornn.echo.counted import counted
+from ecornn.echo.counted import Calls, counted, counted_without_numbers
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
@@ -29,8 +28,8 @@ from ecornn.echo.lean.worth import Priced, Shares
 from ecornn.echo.options import Options
 from ecornn.echo.rehearse import ModelCall, rehearsed
 from ecornn.echo.report import GraphReport
-from ecornn.echo.starts import Starts
-from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
+from ecornn.echo.starts import Beginnings
+from ecornn.echo.twin import alone, device_of
 from ecornn.errors import InvalidInput
 
 #: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
@@ -73,8 +72,7 @@ class Regions:
         self.first_call: ModelCall | None = None
         #: By path: which of the tensors that a part is called with are the same at all calls.
         self.common: dict[str, frozenset[int]] = {}
-        self.fed_back: dict[str, frozenset[int]] = {}  # or are results of its calls before
-        self._starts: dict[str, Starts] = {}
+        self.beginnings = Beginnings()
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -88,6 +86,8 @@ class Regions:
             if counts is None:
                 return self._counted_wet(args, kwargs)
             self._settle(counts)
+        elif self.beginnings.unseen and self.divided and torch.is_grad_enabled():
+            self._see_beginnings(args, kwargs)
         if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
         with self._in_place():
@@ -132,23 +132,29 @@ class Regions:
         self.why_wet = None
         try:
             given = ModelCall.of(args, kwargs, device_of(self.model))
-            with draws_kept():
-                twin = without_numbers(self.model, mode)
-                args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
-                with counted(twin) as calls, mode.parts_of(twin), mode, torch.no_grad():
-                    twin(*args, **kwargs)
+            calls = counted_without_numbers(self.model, mode, args, kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
-        self.shares, self.first_call = mode.shares, given
-        self.common, self.fed_back = calls.common(), calls.fed_back()
+        self.shares, self.first_call, self.common = mode.shares, given, calls.common()
+        if torch.is_grad_enabled():
+            self.beginnings.note(self.model, calls)
         return calls.counts
+
+    def _see_beginnings(self, args: Any, kwargs: Any) -> None:
+        """At the first call with gradients, if those before had none."""
+        try:
+            calls = counted_without_numbers(self.model, Priced(), args, kwargs)
+        except Exception:  # whatever the model raises without numbers: then nothing is known
+            calls = Calls()
+        self.beginnings.note(self.model, calls)
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
         """One call of the model as it is, its parts' calls counted."""
         with counted(self.model, compare=False) as calls:
             result = self.model(*args, **kwargs)
         self._settle(calls.counts)
+        self.beginnings.note(self.model, calls)  # nothing: it was not asked for
         return result
 
     @contextmanager
@@ -173,10 +179,9 @@ class Regions:
             for path, count in calls.items():
                 part = self.model.get_submodule(path)
                 compiled = self._of(path, part, count)
-                if path in self._starts:
-                    self._starts[path].next_is_first = True
                 self._before.append((part, part.__dict__.get("forward")))
                 part.__dict__["forward"] = compiled
+            self.beginnings.begin(self.model)
         except BaseException:
             self._inside -= 1
             self._exchange_back()
@@ -207,17 +212,10 @@ class Regions:
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
             if calls > 1:
                 compiled = noting_calls(compiled, common)
-                self._starts[path] = starts = Starts(self._beginning(path, part))
-                compiled = starts.around(compiled)
+                compiled = self.beginnings.of(path).around(compiled)
             known = part.forward, without_lean_functions(compiled)
             self._compiled[path] = known
         return known[1]
-
-    def _beginning(self, path: str, part: nn.Module) -> frozenset[int]:
-        """Inputs whose gradients are as well asked for from the first call on: its results have
-        some in any case, if its weights are trained."""
-        trained = any(weight.requires_grad for weight in part.parameters())
-        return self.fed_back.get(path, frozenset()) if trained else frozenset()
 
     def _seconds_beside(self) -> float:
         """Of a step, outside the regions, each of which has its part of it to be measured by."""
@@ -231,9 +229,8 @@ class Regions:
             objects = "it is called with objects that may hold tensors, and these are not kept"
             raise NotUnderstood(self.why_wet or (objects if called else "not called yet"))
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
-        starts = {path: self._beginning(path, self.model.get_submodule(path)) for path in parts}
-        functions = self._assumed if self.lean else None
-        return rehearsed(self.model, self.first_call, parts, functions, starts)
+        functions, first = self._assumed if self.lean else None, self.beginnings.of_call(self.model)
+        return rehearsed(self.model, self.first_call, parts, functions, first)
 
     def _assumed(self) -> LeanFunctions:
         """The functions that are replaced in a rehearsal."""

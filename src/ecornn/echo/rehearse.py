@@ -10,7 +10,7 @@ and CTC loss, which is measured at a short length, as is what the layers reserve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ecornn.echo.counted import Places
 from ecornn.echo.fakes import CUDNN, WithoutNumbers
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
@@ -231,7 +232,7 @@ def rehearsed(
     call: ModelCall,
     parts: Mapping[str, Sequence[Recorded]],
     functions: Callable[[], Any] | None,
-    starts: Mapping[str, Collection[int]] | None = None,
+    starts: Mapping[str, Places] | None = None,
 ) -> int:
     """The most bytes that both passes of a call hold at once beside what is there before.
     `starts`: by path, see `Starts`."""
