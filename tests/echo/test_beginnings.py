@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import ecornn
+from ecornn.echo.starts import StateWritten
 from support.called_often import gradients, in_any_order, same
 
 B, H = 3, 5
@@ -234,6 +235,47 @@ def test_weights_are_frozen_and_trained_later(order: tuple[bool, ...]) -> None:
         return [h.detach()]
 
     compare(Loop(plain, around), use)
+
+
+def writes_in_evaluation(step: Step, x: Tensor, h: Tensor) -> Tensor:
+    found = step.next(x, h * 1)
+    return found + h if step.training else h.add_(found)
+
+
+def test_a_part_writes_to_its_state_in_one_mode_only() -> None:
+    """And the model reads what it has begun with."""
+
+    def course(loop: Loop, x_TBH: Tensor, zeros: Tensor) -> Tensor:
+        first = zeros + 1
+        return around(loop, x_TBH, first).sum() + first.square().sum()
+
+    def use(run: Any, model: nn.Module, turn: int) -> list[Tensor | None]:
+        model.train(turn != 1)
+        return loss_of(run, model, turn)
+
+    compare(Loop(writes_in_evaluation, course), use)
+
+
+def test_a_write_that_nobody_could_foresee_is_an_error_once() -> None:
+    def does(step: Any, x: Tensor, h: Tensor) -> Tensor:
+        found = step.next(x, h * 1)
+        return h.add_(found) if step.writes else found + h
+
+    def course(loop: Loop, x_TBH: Tensor, zeros: Tensor) -> Tensor:
+        first = zeros + 1
+        return around(loop, x_TBH, first).sum() + first.square().sum()
+
+    model: Any = Loop(does, course).double()
+    twin, run = copy.deepcopy(model), ecornn.compile(model, codegen="eager")
+    for turn, writes in enumerate((False, True, True, False)):
+        model.step.writes = twin.step.writes = writes
+        if turn == 1:
+            with pytest.raises(StateWritten, match="run this step once more"):
+                run(data())
+        for one, own in ((run, model), (twin, twin)):
+            own.zero_grad()
+            one(data()).backward()
+        same(gradients(model), gradients(twin), bits=False)
 
 
 def test_an_evaluation_comes_first() -> None:

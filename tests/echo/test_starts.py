@@ -7,7 +7,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -154,6 +154,35 @@ def test_what_is_fed_back() -> None:
     with torch.no_grad(), counted(model) as calls:
         model(torch.randn(4, B, H))
     assert calls.fed_back()["step"] == Places(frozenset(), 3), "results without gradients"
+
+
+def test_a_part_that_raises_is_no_longer_under_way() -> None:
+    """Its caller, which goes on, has results of its own."""
+
+    class Doubtful(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    class Trying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(H, H), Doubtful(H, H)
+
+        def forward(self, h: Tensor) -> Tensor:
+            with suppress(ValueError):
+                self.other(h)
+            return torch.tanh(self.one(h))
+
+    model = nn.ModuleList([Trying()])
+    with counted(model) as calls:
+        h = torch.zeros(B, H)
+        for _ in range(4):
+            h = model[0](h)
+    assert calls.fed_back() == {
+        "0": Places(frozenset({0}), 1),
+        "0.one": Places(frozenset(), 1),
+        "0.other": Places(frozenset(), 1),
+    }
 
 
 def test_others_are_handed_over_as_they_came() -> None:

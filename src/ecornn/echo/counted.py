@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ecornn.echo.lean.worth import Priced
@@ -95,9 +96,8 @@ def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
     """`compare`: tensors are held meanwhile, to see which are the same at all calls."""
     calls = Calls()
     hooks = []
-    under_way: list[
-        tuple[Given, list[Tensor], list[int]]
-    ] = []  # with how often each was written to
+    #: Part, what it is given, and how often each of that had been written to.
+    under_way: list[tuple[nn.Module, Given, list[Tensor], list[int]]] = []
 
     def enter(path: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
@@ -110,12 +110,14 @@ def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
                 calls.given[path] = Given.of(given)
             elif given:
                 calls.given[path].again(given)
-            under_way.append((calls.given[path], given, [t._version for t in given]))
+            under_way.append((part, calls.given[path], given, [t._version for t in given]))
 
         return hook
 
     def leave(part: nn.Module, args: Any, result: Any) -> None:
-        of_part, given, versions = under_way.pop()
+        while under_way[-1][0] is not part:  # it raised, and its caller went on
+            under_way.pop()
+        _, of_part, given, versions = under_way.pop()
         of_part.written |= {k for k, t in enumerate(given) if t._version != versions[k]}
         of_part.returned(given, tensors_of(result, None))
 
@@ -143,6 +145,16 @@ def counted_without_numbers(model: nn.Module, mode: Priced, args: Any, kwargs: A
     with draws_kept():
         twin = without_numbers(model, mode)
         args, kwargs = tree_map(given, (args, kwargs))
-        with counted(twin) as calls, mode.parts_of(twin), mode:
+        with (
+            counted(twin) as calls,
+            # a checkpoint around the model, for one, is told of nothing that the twin keeps
+            saved_tensors_hooks(_as_it_is, _as_it_is),
+            mode.parts_of(twin),
+            mode,
+        ):
             twin(*args, **kwargs)
     return calls
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -26,6 +26,7 @@ from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_function
 from ecornn.echo.lean.needs import missing
 from ecornn.echo.lean.worth import Priced, Shares
 from ecornn.echo.options import Options
+from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.rehearse import ModelCall, rehearsed
 from ecornn.echo.report import GraphReport
 from ecornn.echo.starts import Beginnings
@@ -72,7 +73,7 @@ class Regions:
         self.first_call: ModelCall | None = None
         #: By path: which of the tensors that a part is called with are the same at all calls.
         self.common: dict[str, frozenset[int]] = {}
-        self.beginnings = Beginnings()
+        self.beginnings, self.checkpoints = Beginnings(), OwnCheckpoints()
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -90,7 +91,7 @@ class Regions:
             self._see_beginnings(args, kwargs)
         if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
-        with self._in_place():
+        with self._in_place(), self.checkpoints.within_call():
             return self._called(args, kwargs)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
@@ -213,7 +214,8 @@ class Regions:
             if calls > 1:
                 compiled = noting_calls(compiled, common)
                 compiled = self.beginnings.of(path).around(compiled)
-            known = part.forward, without_lean_functions(compiled)
+            compiled = self.checkpoints.heeded(without_lean_functions(compiled), part.forward)
+            known = part.forward, compiled
             self._compiled[path] = known
         return known[1]
 
@@ -255,6 +257,7 @@ class Regions:
             found.append("torch's compiler does not take recurrent layers of torch.nn")
         if self.why_wet is not None:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
+        found += self.checkpoints.told()
         unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
         rest = self.replaced.told() if self.lean else [unlean]
         if self.lean and self.replaced.layers:

@@ -21,10 +21,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ecornn.echo.calls_noted import first_of
 from ecornn.echo.counted import Places
 from ecornn.echo.fakes import CUDNN, WithoutNumbers
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
+from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, Ledger, callable_of
 from ecornn.echo.starts import Starts
@@ -120,12 +122,14 @@ class Rehearsal:
     starts: dict[str, Starts] = field(default_factory=dict)
     _runs: dict[int, Callable[[list[Any]], Any]] = field(default_factory=dict)
     _sums: dict[int, WeightSums] = field(default_factory=dict)
+    _made: dict[Any, WeightSums] = field(default_factory=dict)  # by nodes of the call under way
 
     def end(self) -> None:
         """torch's compiler keeps the backend, and what it refers to, for as long as it runs."""
         self.parts, self.model, self.functions = {}, nn.Module(), None
         self._runs.clear()
         self._sums.clear()
+        self._made.clear()
 
     def call(self, call: ModelCall, given: Any) -> Any:
         args, kwargs = given
@@ -160,8 +164,25 @@ class Rehearsal:
         results = _Part.apply(self, part, *given)
         nodes = {result.grad_fn for result in results if isinstance(result, Tensor)} - {None}
         if nodes and (sums := self._sums_of(part)) is not None:
-            sums.register(nodes.pop(), None)
+            self._made[nodes.pop()] = sums
         return results
+
+    def noting_calls(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """As `calls_noted.noting_calls` does."""
+
+        def note(result: Tensor) -> bool:
+            sums = self._made.get(result.grad_fn)
+            if sums is not None:
+                sums.register(result.grad_fn, None)
+            return sums is not None
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            first_of(result, note)
+            self._made.clear()
+            return result
+
+        return called
 
     def _sums_of(self, part: Recorded) -> WeightSums | None:
         if part.sums is None:
@@ -258,9 +279,11 @@ def _most(rehearsal: Rehearsal, call: ModelCall) -> int:
         part = model.get_submodule(path)
         found = rehearsal.backend(path)
         compiled = torch.compile(alone(part.forward), backend=found, dynamic=False)
+        compiled = rehearsal.noting_calls(compiled)
         if path in rehearsal.starts:
             compiled = rehearsal.starts[path].around(compiled)
-        part.__dict__["forward"] = without_lean_functions(compiled)
+        run = without_lean_functions(compiled)
+        part.__dict__["forward"] = OwnCheckpoints().heeded(run, part.forward)
     for tensor in (*model.parameters(), *model.buffers()):
         mode.held(tensor).grad = None
     given = tree_map(mode.held, (call.args, call.kwargs))

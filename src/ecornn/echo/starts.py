@@ -19,6 +19,11 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from ecornn.echo.counted import Calls, Places, tensors_of
+from ecornn.errors import EcornnError
+
+
+class StateWritten(EcornnError, RuntimeError):
+    """A part has written to a state that was handed over in another's place."""
 
 
 class Starts:
@@ -40,7 +45,15 @@ class Starts:
             exchange = _Exchange(self.places.chosen)
             try:
                 args, kwargs = exchange.of(args), exchange.of(kwargs)
-                return run(*args, **kwargs)
+                result = run(*args, **kwargs)
+                if exchange.was_written_to():
+                    self.places = Places()
+                    raise StateWritten(
+                        "a part of the model has written to a state that it is given, which it did "
+                        "not do when the model was first called, and the state's gradient would be "
+                        "lost; from now on it is left alone: run this step once more"
+                    )
+                return result
             finally:
                 exchange.undo()
 
@@ -53,7 +66,7 @@ class Beginnings:
     def __init__(self) -> None:
         #: None: no call with gradients was seen.
         self._seen: dict[str, Places] | None = None
-        self._trained: list[bool] = []  # weights, when it was seen
+        self._mode, self._trained = True, [False]  # of the model and its weights, when it was
         self._starts: dict[str, Starts] = {}
 
     @property
@@ -62,7 +75,7 @@ class Beginnings:
 
     def note(self, model: nn.Module, calls: Calls) -> None:
         """What calls were given when their results had gradients."""
-        self._seen, self._trained = calls.fed_back(), _trained(model)
+        self._seen, self._mode, self._trained = calls.fed_back(), model.training, _trained(model)
         for path, starts in self._starts.items():
             starts.places = self._seen.get(path, Places())
 
@@ -73,9 +86,10 @@ class Beginnings:
 
     def of_call(self, model: nn.Module) -> dict[str, Places]:
         """Of one that would be made now: none, unless the weights that were trained are so still,
-        for a result might have no gradient but for what a call begins with."""
+        for a result might have no gradient but for what a call begins with. None in another mode,
+        in which a part may write to what it is given."""
         seen = {path: places for path, places in (self._seen or {}).items() if places.chosen}
-        if not seen:
+        if not seen or model.training is not self._mode:
             return {}
         now, then = _trained(model), self._trained
         known = len(now) == len(then) and all(a >= b for a, b in zip(now, then, strict=True))
@@ -106,11 +120,12 @@ class _Exchange:
     def __init__(self, chosen: frozenset[int]) -> None:
         self._chosen, self._place = chosen, count()
         self._put: list[tuple[Any, Any, Any, Any]] = []  # into what, where, instead of what, what
+        self._asked: list[tuple[Tensor, Any]] = []  # with the node that each has
 
     def of(self, value: Any) -> Any:
         """In the order of `tensors_of`."""
         if isinstance(value, Tensor):
-            return _asked_for(value) if next(self._place) in self._chosen else value
+            return self._asked_for(value) if next(self._place) in self._chosen else value
         if type(value) in (dict, OrderedDict, defaultdict):
             return self._within(value, iter(list(value.items())))
         if type(value) is list:
@@ -131,6 +146,19 @@ class _Exchange:
                 self._put.append((container, key, before, after))
         return container
 
+    def _asked_for(self, state: Tensor) -> Tensor:
+        """Others stay as they are."""
+        numbers = state.is_floating_point() and type(state) in (Tensor, FakeTensor)
+        if not numbers or state.requires_grad or state.is_inference():
+            return state
+        asked: Tensor = _Asked.apply(state, state.new_empty(0, requires_grad=True))
+        self._asked.append((asked, asked.grad_fn))
+        return asked
+
+    def was_written_to(self) -> bool:
+        """What has a gradient: the caller's own tensor knows nothing of it."""
+        return any(asked.grad_fn is not node for asked, node in self._asked)
+
     def undo(self) -> None:
         while self._put:
             container, key, before, after = self._put.pop()
@@ -150,12 +178,3 @@ class _Asked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, None
-
-
-def _asked_for(state: Tensor) -> Tensor:
-    """Others stay as they are."""
-    numbers = state.is_floating_point() and type(state) in (Tensor, FakeTensor)
-    if not numbers or state.requires_grad or state.is_inference():
-        return state
-    asked: Tensor = _Asked.apply(state, state.new_empty(0, requires_grad=True))
-    return asked
