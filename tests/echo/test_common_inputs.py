@@ -143,6 +143,56 @@ def test_what_was_the_same_may_be_others_later() -> None:
     compare(1, use, common=True)
 
 
+class Given(nn.Module):
+    """They are the caller's; `cut`: calls that are given the values without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = Attention()
+
+    def forward(self, keys: Tensor, values: Tensor, cut: tuple[int, ...] = ()) -> Tensor:
+        h, total = torch.ones(B, H, dtype=torch.float64), keys.sum()
+        for t in range(6):
+            given = values.detach() if t in cut else values
+            h = self.step(h, keys=keys, values=given)
+            total = total + h.square().sum()
+        return total
+
+
+def test_leaves_views_and_one_tensor_twice() -> None:
+    """With hooks and gradients kept, in one place or another."""
+    model = Given().double()
+    run, twin = ecornn.compile(model, codegen="eager"), copy.deepcopy(model)
+    together = 0
+    for turn in range(2):
+        found: list[list[Tensor | None]] = []
+        for one, own in ((run, model), (twin, twin)):
+            own.zero_grad()
+            leaf = torch.linspace(-1, turn + 1, B * S * H, dtype=torch.float64).view(B, S, H)
+            leaf.requires_grad_()
+            kept, hooked, base = leaf * 2, leaf * 3, torch.cat((leaf, leaf), 1)
+            kept.retain_grad()
+            seen: list[Tensor | None] = []
+            hooked.register_hook(lambda g, seen=seen: (seen.append(g.clone()), g * 3)[1])
+            expanded = leaf[:1].expand(B, S, H)
+            with watched() as added:
+                for given in (
+                    (leaf, kept),
+                    (leaf, leaf),
+                    (base[:, :S], base[:, 1 : S + 1]),
+                    (expanded, expanded.transpose(0, 1).contiguous().transpose(0, 1)),
+                    (leaf, hooked),
+                    (leaf, leaf * 1, (2, 3)),
+                    (leaf, leaf.detach()),
+                ):
+                    one(*given).backward()
+            together += added.common
+            found.append([leaf.grad, kept.grad, *seen, *gradients(own)])
+        same(*found, bits=False)
+        assert all(g is not None for g in found[0])
+    assert together > 0
+
+
 def test_which_are_the_same_is_seen_by_identity() -> None:
     model = Reader(2)
     with counted(model) as calls:

@@ -7,14 +7,17 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 import ecornn
-from ecornn.echo.counted import counted
+from ecornn.echo.counted import Places, counted
 from ecornn.echo.starts import Starts
 from support.called_often import gradients, same
 
@@ -117,7 +120,7 @@ def test_a_state_that_is_written_to_is_left_alone() -> None:
     model = Loop(writes=True)
     with counted(model) as calls:
         model(data(grad=False).float())
-    assert calls.fed_back()["step"] == frozenset({1})  # x, h, sum
+    assert calls.fed_back()["step"] == Places(frozenset({1}), 3)  # x, h, sum
 
     def use(run: Any) -> list[Tensor | None]:
         loss = run(data(grad=False))
@@ -145,18 +148,50 @@ def test_what_is_fed_back() -> None:
     model = Loop()
     with counted(model) as calls:
         model(torch.randn(4, B, H))
-    assert calls.fed_back()["step"] == frozenset({1, 2})
+    assert calls.fed_back()["step"] == Places(frozenset({1, 2}), 3)
     assert calls.common()["step"] == frozenset()
-    assert calls.fed_back()["step.cell"] == frozenset({1})
+    assert calls.fed_back()["step.cell"] == Places(frozenset({1}), 2)
+    with torch.no_grad(), counted(model) as calls:
+        model(torch.randn(4, B, H))
+    assert calls.fed_back()["step"] == Places(frozenset(), 3), "results without gradients"
+
+
+def test_a_part_that_raises_is_no_longer_under_way() -> None:
+    """Its caller, which goes on, has results of its own."""
+
+    class Doubtful(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    class Trying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(H, H), Doubtful(H, H)
+
+        def forward(self, h: Tensor) -> Tensor:
+            with suppress(ValueError):
+                self.other(h)
+            return torch.tanh(self.one(h))
+
+    model = nn.ModuleList([Trying()])
+    with counted(model) as calls:
+        h = torch.zeros(B, H)
+        for _ in range(4):
+            h = model[0](h)
+    assert calls.fed_back() == {
+        "0": Places(frozenset({0}), 1),
+        "0.one": Places(frozenset(), 1),
+        "0.other": Places(frozenset(), 1),
+    }
 
 
 def test_others_are_handed_over_as_they_came() -> None:
     got: list[Any] = []
 
     def run(*args: Any, **kwargs: Any) -> None:
-        got.append((args, kwargs))
+        got.append((args, tree_map(lambda value: value, kwargs)))  # as it is now
 
-    starts = Starts({0, 1, 2, 3, 9})
+    starts = Starts(Places(frozenset({0, 1, 2, 3, 9}), 4))
     called = starts.around(run)
     asked, words = torch.ones(2, requires_grad=True), torch.arange(3)
     with torch.inference_mode():
@@ -164,7 +199,9 @@ def test_others_are_handed_over_as_they_came() -> None:
     zeros = torch.zeros(2)
     for first in (False, True, False):
         starts.next_is_first = first
-        called(asked, [words, 5], last={"a": frozen, "b": zeros})
+        last = {"a": frozen, "b": zeros}
+        called(asked, [words, 5], last=last)
+        assert last["b"] is zeros, "what is the caller's is so again"
         args, kwargs = got[-1]
         assert args[0] is asked
         assert args[1][0] is words
@@ -174,11 +211,17 @@ def test_others_are_handed_over_as_they_came() -> None:
         assert kwargs["last"]["b"].requires_grad is first
         assert not starts.next_is_first
     assert not zeros.requires_grad
-    starts.next_is_first = True
-    with torch.no_grad():
-        called(zeros)
-    assert got[-1][0][0] is zeros
-    assert Starts().around(run) is run
+    for places, ways in (
+        (Places(frozenset({0}), 1), torch.no_grad()),
+        (Places(frozenset({0}), 1), forward_ad.dual_level()),
+        (Places(frozenset({0}), 2), nullcontext()),  # another number of tensors
+        (Places(), nullcontext()),
+    ):
+        starts = Starts(places)
+        starts.next_is_first = True
+        with ways:
+            starts.around(run)(zeros)
+        assert got[-1][0][0] is zeros
 
 
 def test_nothing_is_kept_of_it() -> None:

@@ -44,7 +44,7 @@ def noting_calls(run: Callable[..., Any], common: CommonInputs) -> Callable[...,
         finally:
             common.call = None
         if BY_KIND and torch.is_grad_enabled():
-            _note(result)
+            first_of(result, _note)
         return result
 
     return called
@@ -56,16 +56,22 @@ def _current_stream(near: Tensor) -> int | None:
     return int(torch._C._cuda_getCurrentRawStream(near.get_device()))
 
 
-def _note(result: Any) -> bool:
+def _note(result: Tensor) -> bool:
+    node = result.grad_fn
+    sums = None if node is None else BY_KIND.get(type(node))
+    if sums is None:
+        return False
+    sums.register(node, _current_stream(result))
+    return True
+
+
+def first_of(result: Any, noted: Callable[[Tensor], bool]) -> bool:
+    """Of a part's results, until one is. Of a part that torch has made several graphs of, only the
+    last one's calls are known by them."""
     if isinstance(result, Tensor):
-        node = result.grad_fn
-        sums = None if node is None else BY_KIND.get(type(node))
-        if sums is None:
-            return False
-        sums.register(node, _current_stream(result))
-        return True
+        return noted(result)
     if isinstance(result, dict):
         result = result.values()
     elif not isinstance(result, (tuple, list)):
         return False
-    return any(map(_note, result))
+    return any(first_of(one, noted) for one in result)

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ecornn.echo.lean.worth import Priced
+from ecornn.echo.twin import draws_kept, fake, without_numbers
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
@@ -24,7 +28,7 @@ class Given:
 
     first: list[Tensor]
     same: set[int]  # as at the first call
-    fed_back: set[int]  # results of earlier calls, but at the first
+    fed_back: set[int]  # results of earlier calls, with gradients, but at the first
     results: dict[int, Tensor] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # to, by a call
 
@@ -35,7 +39,33 @@ class Given:
     def again(self, given: list[Tensor]) -> None:
         places = range(len(given)) if len(given) == len(self.first) else ()
         self.same &= {k for k in places if given[k] is self.first[k]}
-        self.fed_back &= {k for k in places if self.results.get(id(given[k])) is given[k]}
+        self.fed_back &= {
+            k
+            for k in places
+            if given[k].requires_grad and self.results.get(id(given[k])) is given[k]
+        }
+
+    def returned(self, given: list[Tensor], results: list[Tensor]) -> None:
+        """What a call was given and returns as it came, or a part of its memory, is no result of
+        its own: whoever writes to that writes to what the call was given."""
+        memory = {_memory(tensor) for tensor in given}
+        self.results |= {id(t): t for t in results if _memory(t) not in memory}
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Alike for tensors that share some. What has none of its own is taken by itself."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors
+        return id(tensor)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Some of the tensors of a call that has `of` of them."""
+
+    chosen: frozenset[int] = frozenset()
+    of: int = 0
 
 
 @dataclass
@@ -49,9 +79,13 @@ class Calls:
         """Places of tensors that all calls of a part have in common."""
         return {path: frozenset(one.same) for path, one in self._repeated()}
 
-    def fed_back(self) -> dict[str, frozenset[int]]:
-        """Places of tensors that are a part's own results, and that it does not write to."""
-        return {path: frozenset(one.fed_back - one.written) for path, one in self._repeated()}
+    def fed_back(self) -> dict[str, Places]:
+        """Places of tensors that are a part's own results, have gradients, and that it does not
+        write to."""
+        return {
+            path: Places(frozenset(one.fed_back - one.written), len(one.first))
+            for path, one in self._repeated()
+        }
 
     def _repeated(self) -> list[tuple[str, Given]]:
         return [(path, one) for path, one in self.given.items() if self.counts.get(path, 0) > 1]
@@ -62,9 +96,8 @@ def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
     """`compare`: tensors are held meanwhile, to see which are the same at all calls."""
     calls = Calls()
     hooks = []
-    under_way: list[
-        tuple[Given, list[Tensor], list[int]]
-    ] = []  # with how often each was written to
+    #: Part, what it is given, and how often each of that had been written to.
+    under_way: list[tuple[nn.Module, Given, list[Tensor], list[int]]] = []
 
     def enter(path: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: Any, kwargs: Any) -> None:
@@ -77,14 +110,16 @@ def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
                 calls.given[path] = Given.of(given)
             elif given:
                 calls.given[path].again(given)
-            under_way.append((calls.given[path], given, [t._version for t in given]))
+            under_way.append((part, calls.given[path], given, [t._version for t in given]))
 
         return hook
 
     def leave(part: nn.Module, args: Any, result: Any) -> None:
-        of_part, given, versions = under_way.pop()
+        while under_way[-1][0] is not part:  # it raised, and its caller went on
+            under_way.pop()
+        _, of_part, given, versions = under_way.pop()
         of_part.written |= {k for k, t in enumerate(given) if t._version != versions[k]}
-        of_part.results |= {id(t): t for t in tensors_of(result, None)}
+        of_part.returned(given, tensors_of(result, None))
 
     for path, part in model.named_modules():
         if path:
@@ -96,3 +131,31 @@ def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def counted_without_numbers(model: nn.Module, mode: Priced, args: Any, kwargs: Any) -> Calls:
+    """By a copy of the model. With gradients where the caller has them, but none of what the model
+    is called with: what has one has it because of weights."""
+
+    def given(value: Any) -> Any:
+        value = fake(value, mode)
+        asked = isinstance(value, Tensor) and value.requires_grad
+        return value.detach() if asked else value
+
+    with draws_kept():
+        twin = without_numbers(model, mode)
+        args, kwargs = tree_map(given, (args, kwargs))
+        with (
+            counted(twin) as calls,
+            # a checkpoint around the model, for one, is told of nothing that the twin keeps
+            saved_tensors_hooks(_detached, _detached),
+            mode.parts_of(twin),
+            mode,
+        ):
+            twin(*args, **kwargs)
+    return calls
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """A node's own result, kept as it is, would refer to the node, and neither ever go."""
+    return tensor.detach()

@@ -8,7 +8,7 @@ one call keeps is there as many times when the backward passes begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from ecornn.echo.backend import EchoBackend, choose_codegen, start_compilers
 from ecornn.echo.calls_noted import CommonInputs, noting_calls
-from ecornn.echo.counted import counted
+from ecornn.echo.counted import Calls, counted, counted_without_numbers
 from ecornn.echo.counted_storages import Functions, NotedFunctions
 from ecornn.echo.exchanged import Exchanged
 from ecornn.echo.graph import NotUnderstood
@@ -31,12 +30,13 @@ from ecornn.echo.lean.needs import missing
 from ecornn.echo.lean.worth import NEARLY_FREE, Priced, Shares
 from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
 from ecornn.echo.options import Memory, Options
+from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.parts import SELDOM, called_often, runs_untraced_layers, traceable
 from ecornn.echo.rehearse import rehearsed
 from ecornn.echo.report import GraphReport
-from ecornn.echo.starts import Starts
+from ecornn.echo.starts import Beginnings
 from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
-from ecornn.echo.twin import alone, device_of, draws_kept, fake, without_numbers
+from ecornn.echo.twin import alone, device_of
 
 
 class Regions:
@@ -68,8 +68,7 @@ class Regions:
         self._nearly_free: Container[int] = NO_CALL
         #: By path: which of the tensors that a part is called with are the same at all calls.
         self.common: dict[str, frozenset[int]] = {}
-        self.fed_back: dict[str, frozenset[int]] = {}  # or are results of its calls before
-        self._starts: dict[str, Starts] = {}
+        self.beginnings, self.checkpoints = Beginnings(), OwnCheckpoints()
         self._backends: dict[str, EchoBackend] = {}
         #: By path: the `forward` that it was made of, and what was made of it.
         self._compiled: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -85,10 +84,12 @@ class Regions:
             if counts is None:
                 return self._counted_wet(args, kwargs)
             self._settle(counts)
+        elif self.beginnings.unseen and self.divided and torch.is_grad_enabled():
+            self._see_beginnings(args, kwargs)
         if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
         self._plan_for_budget(args, kwargs)
-        with self._exchanged(self._forwards):
+        with self._exchanged(self._forwards), self.checkpoints.within_call():
             return self._called(args, kwargs)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
@@ -126,7 +127,7 @@ class Regions:
                 *(self.model, call, self.options.memory, calls, self._backend_of),
                 functions=self._assumed if self.lean else None,
                 every=self.lean == "layers",
-                starts=self._beginnings(calls),
+                starts=self.beginnings.of_call(self.model),
             )
             self.step, self.first_call = within_budget(asked), call
             self.calls = {path: calls[path] for path in self.step.way.parts}
@@ -153,23 +154,29 @@ class Regions:
         self.why_wet = None
         try:
             given = ModelCall.of(args, kwargs, device_of(self.model))
-            with draws_kept():
-                twin = without_numbers(self.model, mode)
-                args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
-                with counted(twin) as calls, mode.parts_of(twin), mode, torch.no_grad():
-                    twin(*args, **kwargs)
+            calls = counted_without_numbers(self.model, mode, args, kwargs)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
-        self.shares, self.first_call = mode.shares, given
-        self.common, self.fed_back = calls.common(), calls.fed_back()
+        self.shares, self.first_call, self.common = mode.shares, given, calls.common()
+        if torch.is_grad_enabled():
+            self.beginnings.note(self.model, calls)
         return calls.counts
+
+    def _see_beginnings(self, args: Any, kwargs: Any) -> None:
+        """At the first call with gradients, if those before had none."""
+        try:
+            calls = counted_without_numbers(self.model, Priced(), args, kwargs)
+        except Exception:  # whatever the model raises without numbers: then nothing is known
+            calls = Calls()
+        self.beginnings.note(self.model, calls)
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
         """One call of the model as it is, its parts' calls counted."""
         with counted(self.model, compare=False) as calls:
             result = self.model(*args, **kwargs)
         self._settle(calls.counts)
+        self.beginnings.note(self.model, calls)  # nothing: it was not asked for
         if self.divided:
             self._plan_for_budget(args, kwargs)
         return result
@@ -178,10 +185,8 @@ class Regions:
         """The regions, and what runs in their place."""
         for path, count in (self.calls or {}).items():
             part = self.model.get_submodule(path)
-            compiled = self._of(path, part, count)
-            if path in self._starts:
-                self._starts[path].next_is_first = True
-            yield part, compiled
+            yield part, self._of(path, part, count)
+        self.beginnings.begin(self.model)
 
     def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
         """A part that took another's place, or has another `forward`, is compiled anew."""
@@ -195,9 +200,9 @@ class Regions:
             compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
             if calls > 1:
                 compiled = noting_calls(compiled, backend.common)
-                self._starts[path] = starts = Starts(self._beginnings([path]).get(path, ()))
-                compiled = starts.around(compiled)
-            known = part.forward, without_lean_functions(compiled)
+                compiled = self.beginnings.of(path).around(compiled)
+            compiled = self.checkpoints.heeded(without_lean_functions(compiled), part.forward)
+            known = part.forward, compiled
             self._compiled[path] = known
         return known[1]
 
@@ -217,17 +222,6 @@ class Regions:
         backend.recorded = []
         return backend
 
-    def _beginnings(self, paths: Iterable[str]) -> dict[str, frozenset[int]]:
-        """By path: inputs whose gradients are as well asked for from the first call on. Its results
-        have some in any case, if its weights are trained."""
-
-        def trained(path: str) -> bool:
-            return any(
-                weight.requires_grad for weight in self.model.get_submodule(path).parameters()
-            )
-
-        return {path: self.fed_back.get(path, frozenset()) for path in paths if trained(path)}
-
     def _seconds_beside(self) -> float:
         """Of a step, outside the regions, each of which has its part of it to be measured by."""
         return self.shares.step_outside(self.calls or ()) / max(1, len(self.calls or ()))
@@ -240,8 +234,8 @@ class Regions:
             raise NotUnderstood(self.why_wet or (OBJECTS if called else "not called yet"))
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
         functions = self._assumed(self._again) if self.lean else None
-        starts = self._beginnings(parts)
-        return rehearsed(self.model, self.first_call, parts, functions, starts)
+        first = self.beginnings.of_call(self.model)
+        return rehearsed(self.model, self.first_call, parts, functions, first)
 
     @property
     def _private(self) -> bool:
@@ -270,6 +264,7 @@ class Regions:
             found.append("torch's compiler does not take recurrent layers of torch.nn")
         if self.why_wet is not None:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
+        found += self.checkpoints.told()
         unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
         rest = self.replaced.told() if self.lean else [unlean]
         if self.lean and self.replaced.latest_able:

@@ -10,7 +10,7 @@ and CTC loss, which is measured at a short length, as is what the layers reserve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +20,13 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ecornn.echo.calls_noted import CommonInputs, noting_calls
+from ecornn.echo.calls_noted import CommonInputs, first_of, noting_calls
+from ecornn.echo.counted import Places
 from ecornn.echo.counted_storages import Counted, Functions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.model_call import ModelCall
+from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, callable_of
 from ecornn.echo.starts import Starts
@@ -69,7 +71,7 @@ class Part:
     whoever compiles it meanwhile."""
 
     find: Find
-    starts: Collection[int] = ()
+    starts: Places | None = None
     common: CommonInputs | None = None
 
 
@@ -82,6 +84,7 @@ class Rehearsal:
         self.parts, self._model_call, self._traced = parts, call, False
         self._runs: dict[int, Callable[[list[Any]], Any]] = {}
         self._sums: dict[int, WeightSums] = {}
+        self._made: dict[Any, WeightSums] = {}  # by nodes of the call under way
         self._starts = [self._compile(path, part) for path, part in parts.items()]
         self._given = tree_map(mode.held, (call.args, call.kwargs))
         weights = [mode.held(t) for t in (*self.model.parameters(), *self.model.buffers())]
@@ -92,9 +95,11 @@ class Rehearsal:
         """As `Regions` does."""
         module, starts = self.model.get_submodule(path), Starts(part.starts)
         run = torch.compile(alone(module.forward), backend=self._backend(path), dynamic=False)
+        run = self._noting_calls(run)
         if part.common is not None:
             run = noting_calls(run, part.common)
-        module.__dict__["forward"] = without_lean_functions(starts.around(run))
+        run = without_lean_functions(starts.around(run))
+        module.__dict__["forward"] = OwnCheckpoints().heeded(run, module.forward)
         return starts
 
     def end(self) -> None:
@@ -102,6 +107,7 @@ class Rehearsal:
         self.parts, self.model, self._given, self._leaves = {}, nn.Module(), None, []
         self._runs.clear()
         self._sums.clear()
+        self._made.clear()
 
     def step(self, functions: Functions | None) -> Rehearsed:
         """`functions`: replaces functions while the model is called."""
@@ -156,8 +162,25 @@ class Rehearsal:
         results = _Part.apply(self, part, *given)
         nodes = {result.grad_fn for result in results if isinstance(result, Tensor)} - {None}
         if nodes and (sums := self._sums_of(part)) is not None:
-            sums.register(nodes.pop(), None)
+            self._made[nodes.pop()] = sums
         return results
+
+    def _noting_calls(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """As `calls_noted.noting_calls` does."""
+
+        def note(result: Tensor) -> bool:
+            sums = self._made.get(result.grad_fn)
+            if sums is not None:
+                sums.register(result.grad_fn, None)
+            return sums is not None
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            first_of(result, note)
+            self._made.clear()
+            return result
+
+        return called
 
     def _sums_of(self, part: Recorded) -> WeightSums | None:
         if part.sums is None:
@@ -254,13 +277,13 @@ def rehearsed(
     call: ModelCall,
     parts: Mapping[str, Sequence[Recorded]],
     functions: Functions | None,
-    starts: Mapping[str, Collection[int]] | None = None,
+    starts: Mapping[str, Places] | None = None,
 ) -> int:
     """The most bytes that both passes of a call hold at once beside what is there before.
     `parts`: by path, what their compiled graphs run; `starts`: by path, see `Starts`."""
     begins = starts or {}
     found = {
-        path: Part(among(path, compiled), begins.get(path, ())) for path, compiled in parts.items()
+        path: Part(among(path, compiled), begins.get(path)) for path, compiled in parts.items()
     }
     with rehearsal_of(model, call, found) as rehearsal:
         return rehearsal.step(functions).most

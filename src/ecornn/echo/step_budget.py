@@ -18,6 +18,7 @@ import torch._functorch.config as functorch_config
 from torch import fx, nn
 
 from ecornn.echo.backend import EchoBackend
+from ecornn.echo.counted import Places
 from ecornn.echo.counted_storages import Functions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.layer_choice import LayerChoice
@@ -49,7 +50,7 @@ class Asked:
     backend_of: Callable[[str, Memory], EchoBackend]
     functions: Callable[[Container[int]], Functions] | None
     every: bool
-    starts: Mapping[str, Collection[int]]
+    starts: Mapping[str, Places]
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _way(asked: Asked, parts: Mapping[str, Memory], room: int, *, with_layers: b
     `with_layers` none is, whatever fits, unless all are anyway."""
     backends = {path: asked.backend_of(path, memory) for path, memory in parts.items()}
     compiled = {
-        path: Part(_compiling(backend), asked.starts.get(path, ()), backend.common)
+        path: Part(_compiling(backend), asked.starts.get(path), backend.common)
         for path, backend in backends.items()
     }
     graphs = {path: backend.report.graphs for path, backend in backends.items()}
