@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ecornn._version import __version__
-from ecornn.echo import masks
 from ecornn.echo.calls_noted import CommonInputs
 from ecornn.echo.cells import without_fused_cells
 from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.kept_forms import check_device, in_other_forms
 from ecornn.echo.options import Options, read_options
 from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.recorded import Recorded, key_of
@@ -65,6 +65,8 @@ class EchoBackend:
         codegen, why = choose_codegen(self.options.codegen, inputs)
         if codegen == "inductor":
             start_compilers(inputs)
+        for device in {x.device for x in inputs if isinstance(x, Tensor)}:
+            check_device(self.options, codegen, device)
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
         told.within_step = self.within_step
         self.report.add(told)
@@ -123,9 +125,7 @@ class _Partition:
         self.told.decided(joint, decision)
         if decision.fallback is not None:
             _warn(self.told.name, decision)
-        modules = decision.modules
-        if self.backend.options.masks == "bits":
-            modules = masks.in_bits(joint, decision, self.told)
+        modules = in_other_forms(joint, decision, self.told, backend.options)
         self._add_up(modules, settings.get("static_lifetime_input_indices") or ())
         return modules
 
@@ -153,7 +153,7 @@ class _Partition:
     def key(self) -> str:
         """Everything that a split depends on beside the graph."""
         options, calls, beside = self.backend.options, self.backend.calls, self.backend.beside_s
-        return f"echo {options.memory!r} {calls} {beside!r} {sources_key()}"
+        return f"echo {options!r} {calls} {beside!r} {sources_key()}"
 
 
 def _size(value: Any) -> tuple[Any, ...] | None:

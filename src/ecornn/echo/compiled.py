@@ -29,6 +29,7 @@ def compile(  # torch's name for it
     dynamic: bool | None = None,
     lean: bool | str = True,
     masks: str = "bytes",
+    maps: str = "exact",
 ) -> Any:
     """Compile a model or a function with Echo.
 
@@ -42,12 +43,15 @@ def compile(  # torch's name for it
         many words, are replaced by ones that give the same bits. torch's recurrent layers outside
         such parts are run again in the backward pass: with "layers", or memory "min", all of them,
         with a budget as few as are enough, with "auto" those that are nearly free.
-    masks: "bits" keeps booleans eight to a byte, with code generation "eager" only.
+    masks: "bits" keeps booleans eight to a byte, with code generation "eager" only, and indices in
+        as few bytes as tell them apart.
+    maps: "bf16" or "fp8" keeps feature maps rounded to 16 or 8 bits; gradients are not eager mode's
+        then. "exact" rounds nothing.
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.
     """
-    options = read_options({"memory": memory, "codegen": codegen, "masks": masks})
+    options = read_options({"memory": memory, "codegen": codegen, "masks": masks, "maps": maps})
     if lean not in (True, False, "layers"):
         raise InvalidInput("lean", repr(lean), 'True, False or "layers"', "give one of these")
     if isinstance(model, nn.Module):

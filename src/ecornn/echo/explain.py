@@ -172,6 +172,7 @@ def _head(graph: GraphReport) -> list[str]:
         lines.append(f"torch's fused cells that are written out: {graph.fused_cells}")
     if graph.sums is not None:
         lines.append(graph.sums)
+    lines += graph.forms
     if graph.chosen is None or graph.keep_all is None:
         if graph.fallback is None:
             lines.append("no backward pass was planned: the graph needs no gradient")

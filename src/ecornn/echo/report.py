@@ -86,6 +86,8 @@ class GraphReport:
     vector_products: int = 0
     #: Cells of torch that are written out as elementwise operators.
     fused_cells: int = 0
+    #: Which kept results have another form, in sentences.
+    forms: list[str] = field(default_factory=list)
     #: How the weights' gradients of its calls are added up; None if autograd does it.
     sums: str | None = None
 

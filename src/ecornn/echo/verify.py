@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ecornn.echo.encode import there_and_back
+from ecornn.echo.forms import FORMS
 from ecornn.echo.graph import SYMBOLS
 from ecornn.echo.passes import Passes
 from ecornn.echo.rewrite import Modules
@@ -52,7 +52,7 @@ def differences(module: fx.GraphModule, passes: Passes, modules: Modules) -> lis
     ahead = _numbers(forward, table, once, {})
     outputs, given = passes.forward_outputs, _leaving(forward)
     between = [node for node in given[outputs:] if isinstance(node, fx.Node)]
-    _know_masks_from_bits(forward, ahead, table)
+    _know_other_forms(forward, ahead, table)
     behind = _numbers(backward, table, once, {node.name: ahead[node] for node in between})
     expected, results, gradients = _leaving(module), given[:outputs], _leaving(backward)
     return [
@@ -79,21 +79,22 @@ def _numbers(
     return found
 
 
-def _know_masks_from_bits(
+def _know_other_forms(
     forward: fx.GraphModule, numbers: dict[fx.Node, int], table: dict[Any, int]
 ) -> None:
-    """A mask that was packed into bits and unpacked again is the mask: the result of exactly these
-    operators gets its number."""
+    """A result that took another form and was made of it again counts as the result: what exactly
+    these operators make gets its number."""
     names = {node.name for node in forward.graph.nodes}
     for node in forward.graph.nodes:
-        if f"{node.name}_bits" not in names:
-            continue
-        trip = there_and_back(node.meta["val"])
-        given = {placeholder.name: numbers[node] for placeholder in _given(trip)}
-        *_, last = (inner for inner in trip.graph.nodes if inner.op != "output")
-        found = _numbers(trip, table, set(), given)
-        key = (last.op, last.target, _frozen(last.args, found), _frozen(last.kwargs, found))
-        table[key] = numbers[node]
+        for form in FORMS:
+            if form.names(node.name)[0] not in names:
+                continue
+            trip = form.there_and_back(node.meta["val"])
+            given = {placeholder.name: numbers[node] for placeholder in _given(trip)}
+            *_, last = (inner for inner in trip.graph.nodes if inner.op != "output")
+            found = _numbers(trip, table, set(), given)
+            key = (last.op, last.target, _frozen(last.args, found), _frozen(last.kwargs, found))
+            table[key] = numbers[node]
 
 
 def _given(module: fx.GraphModule) -> list[fx.Node]:

@@ -1,0 +1,161 @@
+"""Which kept results take another form (`forms.py`): what was decided is encoded, verified again,
+or left as it is."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ecornn.echo.encode import can_be_bits, encode
+from ecornn.echo.forms import BF16, BITS, FP8, NARROW, Form
+from ecornn.echo.graph import number_of_the_call
+from ecornn.echo.options import Options
+from ecornn.echo.pipeline import Decision
+from ecornn.echo.plan.fused import REDUCTIONS
+from ecornn.echo.report import GraphReport
+from ecornn.echo.rewrite import Modules, duplicate
+from ecornn.echo.verify import differences
+from ecornn.errors import InvalidInput
+from ecornn.sizes import size_text
+
+aten = torch.ops.aten
+STEP = "other forms of what is kept"
+
+#: Maps of fewer bytes stay as they are: statistics and such, of which there is little to save and
+#: whose rounding would be that of a whole row.
+LEAST_MAP_BYTES = 64 * 2**10
+LOSSY = {"bf16": BF16, "fp8": FP8}
+WIDE = {"bf16": (torch.float32,), "fp8": (torch.float32, torch.bfloat16, torch.float16)}
+#: The oldest that converts to numbers of eight bits in compiled code.
+FP8_CAPABILITY = (8, 9)
+
+#: Operators of which the second result tells places along a dimension, by where that is given, or
+#: (None) in a plane.
+_INDICES: dict[Any, int | None] = {
+    aten.max.dim: 1,
+    aten.min.dim: 1,
+    aten.sort.default: 1,
+    aten.topk.default: 2,
+    aten.max_pool2d_with_indices.default: None,
+    aten.adaptive_max_pool2d.default: None,
+}
+
+
+def in_other_forms(
+    joint: fx.GraphModule, decision: Decision, told: GraphReport, options: Options
+) -> Modules:
+    """The two passes, or those as they were and the reason in the report."""
+    passes, (forward, backward) = decision.passes, decision.modules
+    if options.masks == "bytes" and options.maps == "exact":
+        return decision.modules
+    if passes is None:
+        told.refused.append((STEP, "the graph was left to torch"))
+        return decision.modules
+    if options.masks == "bits" and told.codegen != "eager":
+        why = f"not with code generation {told.codegen}, which would run them as kernels more"
+        told.refused.append(("masks as bits", why))
+    before = differences(joint, passes, decision.modules)
+    encoded = duplicate(forward), duplicate(backward)
+
+    def choose(node: fx.Node) -> Form | None:
+        return chosen_form(node, options, told.codegen)
+
+    found = encode(encoded, passes.forward_outputs, choose)
+    wrong = [one for one in differences(joint, passes, encoded) if one not in before]
+    if wrong:
+        told.refused.append((STEP, f"not the same computation: {wrong[0]}"))
+        return decision.modules
+    told.forms = tell(found)
+    return encoded
+
+
+def chosen_form(node: fx.Node, options: Options, codegen: str) -> Form | None:
+    if options.masks == "bits" and (bound := places_told_apart(node)) is not None:
+        return next((form for most, form in NARROW.items() if bound <= most), None)
+    if options.masks == "bits" and codegen == "eager" and can_be_bits(node):
+        return BITS
+    if options.maps != "exact" and is_map(node, options.maps):
+        return LOSSY[options.maps]
+    return None
+
+
+def is_map(node: fx.Node, form: str) -> bool:
+    """A feature map: large, in wide numbers, and no statistic."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype not in WIDE[form]:
+        return False
+    made: Any = node.target
+    if made is operator.getitem:
+        if node.args[1] != 0:  # beside its result an operator returns statistics
+            return False
+        made = node.args[0].target  # type: ignore[union-attr]
+    packet = getattr(getattr(made, "overloadpacket", None), "__name__", "")
+    return _bytes(value) >= LEAST_MAP_BYTES and _is_dense(value) and packet not in REDUCTIONS
+
+
+def _bytes(value: Tensor) -> int:
+    return int(number_of_the_call(value.numel())) * value.itemsize
+
+
+def _is_dense(value: Tensor) -> bool:
+    """In some order of its dimensions: then another form of it has its strides."""
+    pairs = zip(value.stride(), value.shape, strict=True)
+    known = sorted((number_of_the_call(stride), number_of_the_call(size)) for stride, size in pairs)
+    entries = 1
+    for stride, size in known:
+        if size != 1 and stride != entries:
+            return False
+        entries *= size
+    return True
+
+
+def places_told_apart(node: fx.Node) -> int | None:
+    """How many numbers, from zero on, an index can be; None where that is not known."""
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return None
+    of: Any = node.args[0]
+    if of.target not in _INDICES:
+        return None
+    at, size = _INDICES[of.target], of.args[0].meta["val"].shape
+    if at is None:
+        sizes = size[-2:]
+    else:
+        dim = of.args[at] if len(of.args) > at else of.kwargs.get("dim", -1)
+        sizes = (size[dim],) if size else ()
+    if not sizes or any(not isinstance(one, int) for one in sizes):
+        return None
+    found = 1
+    for one in sizes:
+        found *= one
+    return found
+
+
+def tell(found: list[tuple[fx.Node, Form]]) -> list[str]:
+    """In sentences, for `explain()`."""
+    counts, saved = Counter[str](), Counter[str]()
+    for node, form in found:
+        value: Tensor = node.meta["val"]
+        with value.fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            after = sum(map(_bytes, form.there(value)))
+        counts[form.suffix] += 1
+        saved[form.suffix] += _bytes(value) - after
+    return [
+        f"kept as {suffix}: {count} results, {size_text(saved[suffix])} less"
+        + (", rounded: gradients are not eager mode's" if suffix in LOSSY else ", without loss")
+        for suffix, count in counts.items()
+    ]
+
+
+def check_device(options: Options, codegen: str, device: torch.device) -> None:
+    """Numbers of eight bits cannot be compiled for every GPU."""
+    if options.maps != "fp8" or codegen != "inductor" or device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        raise InvalidInput(
+            "maps", f"'fp8' on {name}", "a GPU of capability 8.9 or newer", "ask for 'bf16'"
+        )
