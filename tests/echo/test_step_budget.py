@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -349,3 +351,40 @@ def test_what_will_run_is_known_before(codegen: str) -> None:
     step.clear()
     assert found.most == pytest.approx(allocated_peak(passes), rel=0.02)
     assert found.held + found.most <= run._regions.step.limit
+
+
+def test_autocast_is_that_of_the_call() -> None:
+    """A step is planned within it, and its backward pass runs outside."""
+    model, x = Listener(), given()
+
+    def loss(run: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            made: Tensor = run(x)
+        return made
+
+    as_written = allocated_peak(lambda: loss(model).backward())
+    model.zero_grad()
+    as_written = max(as_written, allocated_peak(lambda: loss(model).backward()))
+    run = ecornn.compile(model, memory=0.7, codegen="eager")
+    for _ in range(2):
+        model.zero_grad()
+        loss(run).backward()
+    step = run._regions.step
+    assert step.as_written == held(model, x) + as_written
+    assert run._regions.replaced.latest_again > 0
+    assert run.explain().predicted_peak_bytes(0) == step.way.found.most
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        found.append(allocated_peak(lambda: loss(run).backward()))
+    assert max(found) == step.way.found.most
+
+
+def test_nothing_is_kept_alive_by_planning() -> None:
+    model, x = Listener(), given()
+    run = ecornn.compile(model, memory=0.7, codegen="eager")
+    run(x).backward()
+    gone = weakref.ref(model.layers[0].weight_hh_l0), weakref.ref(x)
+    del model, run, x
+    gc.collect()
+    assert [one() for one in gone] == [None, None]

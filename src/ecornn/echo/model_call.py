@@ -3,7 +3,8 @@ gradients."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -54,8 +55,22 @@ class ModelCall:
         args, kwargs = tree_map(_form, (args, kwargs))
         return cls(args, kwargs, None if dtype is None else (kind, dtype))
 
-    def context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """As around the model: what is cast meanwhile is forgotten at the end, also where the
+        caller's own autocast goes on."""
+        with nullcontext() if self.autocast is None else torch.autocast(*self.autocast):
+            yield
+        torch.clear_autocast_cache()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Outside of the model's call, as in the backward pass, nothing is cast. Layers that are
+        run again there leave what they have cast, where the caller's own autocast goes on."""
+        torch.clear_autocast_cache()
+        plain = self.autocast and torch.autocast(self.autocast[0], enabled=False)
+        with plain or nullcontext():
+            yield
 
 
 def _form(value: Any) -> Any:

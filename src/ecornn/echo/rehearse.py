@@ -112,7 +112,7 @@ class Rehearsal:
     def step(self, functions: Functions | None) -> Rehearsed:
         """`functions`: replaces functions while the model is called."""
         ledger = self.mode.ledger
-        with _understood():
+        with _understood(), self._model_call.around():
             if not self._traced:  # the first call is for torch to trace the compiled parts
                 self._called_model(functions)
                 self._traced = True

@@ -124,7 +124,7 @@ def _within_budget(asked: Asked) -> Step:
     least = planned(MIN) if asked.paths else nearly_free
     if least.found.most > room:
         # a part may hold more than its model had it hold, by checkpoints of its own for example
-        bare = _way(asked, {}, room)
+        bare = _way(asked, {}, room) if asked.paths else nearly_free
         if bare.found.most <= room:
             return step(bare)
         smallest = min(way.found.most for way in (nearly_free, least, bare))
