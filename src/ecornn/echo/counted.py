@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.lean.worth import Priced
 from ecornn.echo.twin import draws_kept, fake, without_numbers
 
@@ -28,22 +30,20 @@ class Given:
 
     first: list[Tensor]
     same: set[int]  # as at the first call
-    fed_back: set[int]  # results of earlier calls, with gradients, but at the first
+    fed_back: set[int]  # results of earlier calls, but at the first
+    gradients: bool  # only those count as results that have one
     results: dict[int, Tensor] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # to, by a call
 
     @classmethod
-    def of(cls, given: list[Tensor]) -> Given:
-        return cls(given, set(range(len(given))), set(range(len(given))))
+    def of(cls, given: list[Tensor], gradients: bool) -> Given:
+        return cls(given, set(range(len(given))), set(range(len(given))), gradients)
 
     def again(self, given: list[Tensor]) -> None:
         places = range(len(given)) if len(given) == len(self.first) else ()
         self.same &= {k for k in places if given[k] is self.first[k]}
-        self.fed_back &= {
-            k
-            for k in places
-            if given[k].requires_grad and self.results.get(id(given[k])) is given[k]
-        }
+        own = {k for k in places if self.results.get(id(given[k])) is given[k]}
+        self.fed_back &= {k for k in own if given[k].requires_grad or not self.gradients}
 
     def returned(self, given: list[Tensor], results: list[Tensor]) -> None:
         """What a call was given and returns as it came, or a part of its memory, is no result of
@@ -80,8 +80,7 @@ class Calls:
         return {path: frozenset(one.same) for path, one in self._repeated()}
 
     def fed_back(self) -> dict[str, Places]:
-        """Places of tensors that are a part's own results, have gradients, and that it does not
-        write to."""
+        """Places of tensors that are a part's own results, and that it does not write to."""
         return {
             path: Places(frozenset(one.fed_back - one.written), len(one.first))
             for path, one in self._repeated()
@@ -92,8 +91,9 @@ class Calls:
 
 
 @contextmanager
-def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
-    """`compare`: tensors are held meanwhile, to see which are the same at all calls."""
+def counted(model: nn.Module, *, compare: bool = True, gradients: bool = False) -> Iterator[Calls]:
+    """`compare`: tensors are held meanwhile, to see which are the same at all calls. `gradients`:
+    results without one are not told of as fed back."""
     calls = Calls()
     hooks = []
     #: Part, what it is given, and how often each of that had been written to.
@@ -107,7 +107,7 @@ def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
             if not compare:
                 return
             if path not in calls.given:
-                calls.given[path] = Given.of(given)
+                calls.given[path] = Given.of(given, gradients)
             elif given:
                 calls.given[path].again(given)
             under_way.append((part, calls.given[path], given, [t._version for t in given]))
@@ -133,9 +133,26 @@ def counted(model: nn.Module, *, compare: bool = True) -> Iterator[Calls]:
             hook.remove()
 
 
-def counted_without_numbers(model: nn.Module, mode: Priced, args: Any, kwargs: Any) -> Calls:
-    """By a copy of the model. With gradients where the caller has them, but none of what the model
-    is called with: what has one has it because of weights."""
+def counted_without_numbers(model: nn.Module, args: Any, kwargs: Any, mode: Priced) -> Calls:
+    """By a copy of the model."""
+    with draws_kept():
+        twin = without_numbers(model, mode)
+        args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
+        with counted(twin) as calls, mode.parts_of(twin), mode, torch.no_grad():
+            twin(*args, **kwargs)
+    return calls
+
+
+class _Unpriced(WithoutNumbers):
+    def made(self, *_: Any) -> None:
+        pass
+
+
+def counted_with_gradients(model: nn.Module, args: Any, kwargs: Any) -> Calls:
+    """By a copy of the model too. Nothing that it is called with has a gradient: what has one has
+    it because of weights. A run by itself: estimates of times are made of operators that run
+    without gradients."""
+    mode = _Unpriced()
 
     def given(value: Any) -> Any:
         value = fake(value, mode)
@@ -146,16 +163,16 @@ def counted_without_numbers(model: nn.Module, mode: Priced, args: Any, kwargs: A
         twin = without_numbers(model, mode)
         args, kwargs = tree_map(given, (args, kwargs))
         with (
-            counted(twin) as calls,
-            # a checkpoint around the model, for one, is told of nothing that the twin keeps
-            saved_tensors_hooks(_detached, _detached),
-            mode.parts_of(twin),
+            counted(twin, gradients=True) as calls,
+            # A checkpoint around the model, for one, is told of nothing that the twin keeps.
+            # Detached: a result that its own node keeps would never be freed.
+            saved_tensors_hooks(Tensor.detach, _as_it_is),
             mode,
+            torch.enable_grad(),
         ):
             twin(*args, **kwargs)
     return calls
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """A node's own result, kept as it is, would refer to the node, and neither ever go."""
-    return tensor.detach()
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -19,7 +19,7 @@ from torch import nn
 
 from ecornn.echo.backend import EchoBackend, choose_codegen, start_compilers
 from ecornn.echo.calls_noted import CommonInputs, noting_calls
-from ecornn.echo.counted import Calls, counted, counted_without_numbers
+from ecornn.echo.counted import Calls, counted, counted_with_gradients, counted_without_numbers
 from ecornn.echo.counted_storages import Functions, NotedFunctions
 from ecornn.echo.exchanged import Exchanged
 from ecornn.echo.graph import NotUnderstood
@@ -84,7 +84,7 @@ class Regions:
             if counts is None:
                 return self._counted_wet(args, kwargs)
             self._settle(counts)
-        elif self.beginnings.unseen and self.divided and torch.is_grad_enabled():
+        if self.beginnings.unseen and self.divided and torch.is_grad_enabled():
             self._see_beginnings(args, kwargs)
         if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
@@ -154,19 +154,19 @@ class Regions:
         self.why_wet = None
         try:
             given = ModelCall.of(args, kwargs, device_of(self.model))
-            calls = counted_without_numbers(self.model, mode, args, kwargs)
+            calls = counted_without_numbers(self.model, args, kwargs, mode)
         except Exception as error:  # whatever the model raises without numbers
             self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
             return None
         self.shares, self.first_call, self.common = mode.shares, given, calls.common()
-        if torch.is_grad_enabled():
-            self.beginnings.note(self.model, calls)
+        if not any(places.chosen for places in calls.fed_back().values()):
+            self.beginnings.note(self.model, Calls())
         return calls.counts
 
     def _see_beginnings(self, args: Any, kwargs: Any) -> None:
-        """At the first call with gradients, if those before had none."""
+        """At the first call with gradients, where some part is handed results of its own."""
         try:
-            calls = counted_without_numbers(self.model, Priced(), args, kwargs)
+            calls = counted_with_gradients(self.model, args, kwargs)
         except Exception:  # whatever the model raises without numbers: then nothing is known
             calls = Calls()
         self.beginnings.note(self.model, calls)

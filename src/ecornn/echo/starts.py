@@ -8,6 +8,7 @@ of them were asked for; it is made and not used.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -130,10 +131,10 @@ class _Exchange:
             return self._within(value, iter(list(value.items())))
         if type(value) is list:
             return self._within(value, enumerate(list(value)))
-        if type(value) is tuple:
-            return tuple(map(self.of, value))
-        if isinstance(value, tuple) and hasattr(value, "_make"):
-            return value._make(map(self.of, value))
+        if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
+            found = [self.of(one) for one in value]
+            as_it_was = all(map(operator.is_, found, value))
+            return value if as_it_was else getattr(value, "_make", tuple)(found)
         for _ in tensors_of(value, None):  # in what torch knows to take apart, and we do not
             next(self._place)
         return value
