@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ecornn
 from ecornn.bench.training.memory import allocated_peak
+from ecornn.echo.calls_noted import BY_KIND
 from support.called_often import gradients, in_any_order, same, watched
 
 H = 5
@@ -62,3 +63,15 @@ def test_gradients_and_the_peak() -> None:
     with torch.backends.mkldnn.flags(enabled=False):
         found = allocated_peak(lambda: run(x).backward())
     assert run.explain().predicted_peak_bytes(0) == found
+
+
+def test_a_rehearsal_makes_no_node_known() -> None:
+    """All of its nodes are of one kind: another model's would be taken for this one's."""
+    model, x = Loop().double(), torch.randn(9, 64, H, dtype=torch.float64)
+    run = ecornn.compile(model, codegen="eager")
+    for _ in range(2):
+        run(x).backward()
+    before = set(BY_KIND)
+    assert run.explain().predicted_peak_bytes(0) is not None
+    assert set(BY_KIND) <= before
+    assert not [kind for kind in BY_KIND if "_Part" in kind.__name__]

@@ -111,6 +111,7 @@ class WeightSums:
         self.gathered: tuple[Gathered, ...] = ()
         self.common: tuple[Gathered, ...] = ()
         self._places: dict[int, int] = {}  # of a call's results: where they stand among those kept
+        self._known_by_kind = True  # torch makes a kind of node for each graph
         self._begin()
 
     def _begin(self) -> None:
@@ -164,8 +165,9 @@ class WeightSums:
         return found
 
     def anew(self) -> WeightSums:
-        """The same, of no call yet: for a rehearsal."""
+        """The same, of no call yet: for a rehearsal, whose nodes are all of one kind."""
         other = copy.copy(self)
+        other._known_by_kind = False
         other._begin()
         return other
 
@@ -178,7 +180,7 @@ class WeightSums:
         with self._lock:
             known = self._calls.get(node)
         if known is None:
-            if self._leads_to_weights(node):
+            if self._known_by_kind and self._leads_to_weights(node):
                 BY_KIND[type(node)] = self  # from the next forward pass on its calls are known
             return self.of_one_call(returned)
         under_way = self._under_way.get((task, known[0]))
