@@ -248,3 +248,22 @@ def test_its_peak_is_foretold() -> None:
     run(data(grad=False).float()).backward()
     explained = run.explain()
     assert explained.predicted_peak_bytes(0) is not None, explained.not_predicted
+
+
+def test_where_it_cannot_be_seen_which_states_have_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop is compiled twice, as torch does it, and that is told."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not without numbers\nat all")
+
+    monkeypatch.setattr("ecornn.echo.regions.counted_with_gradients", fail)
+    model = Loop().double()
+    twin, run = copy.deepcopy(model), ecornn.compile(model, codegen="eager")
+    for one in (run, twin):
+        one(data(grad=False)).backward()
+    same(gradients(model), gradients(twin), bits=True)
+    assert len(run.explain().graphs) == 2
+    told = " ".join(str(run.explain()).split())
+    assert "a loop's first call may be compiled by itself: not without numbers" in told

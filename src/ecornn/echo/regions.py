@@ -58,6 +58,7 @@ class Regions:
         self.divided = self.given and bool(given)
         self.untraced = False  # that is because of layers which torch's compiler leaves alone
         self.why_wet: str | None = None
+        self.why_twice: str | None = None  # a loop that begins with zeros may be compiled so often
         self.replaced = Replaced()
         self.shares = Shares()
         #: The one that is rehearsed: the first, or with a budget the first that asks for gradients.
@@ -167,7 +168,8 @@ class Regions:
         """At the first call with gradients, where some part is handed results of its own."""
         try:
             calls = counted_with_gradients(self.model, args, kwargs)
-        except Exception:  # whatever the model raises without numbers: then nothing is known
+        except Exception as error:  # whatever the model raises without numbers
+            self.why_twice = str(error).splitlines()[0] if str(error) else type(error).__name__
             calls = Calls()
         self.beginnings.note(self.model, calls)
 
@@ -264,6 +266,8 @@ class Regions:
             found.append("torch's compiler does not take recurrent layers of torch.nn")
         if self.why_wet is not None:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
+        if self.why_twice is not None:
+            found.append(f"a loop's first call may be compiled by itself: {self.why_twice}")
         found += self.checkpoints.told()
         unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
         rest = self.replaced.told() if self.lean else [unlean]
