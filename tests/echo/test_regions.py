@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 import ecornn
 from ecornn.echo.lean import cross_entropy
@@ -267,3 +269,28 @@ def test_a_model_with_layers_that_torch_does_not_trace_is_divided(
     whole = ecornn.compile(model, regions=())
     whole(*given)
     assert "the whole model is compiled: as asked for" in str(whole.explain())
+
+
+class Warns(nn.Module):
+    """As cuDNN's layers do when they are given tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(4, 4)
+        self.twice = nn.Sequential(self.step, nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):
+            warnings.warn("Accessing the data pointer of FakeTensor is deprecated", stacklevel=1)
+        for _ in range(6):
+            x = self.twice(x)
+        return x
+
+
+def test_a_run_without_numbers_warns_of_nothing_that_nobody_does() -> None:
+    run = ecornn.compile(Warns(), codegen="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Accessing the data pointer")
+        run(torch.randn(3, 4)).sum().backward()
+    assert "without Echo" not in str(run.explain())
+    assert "6 times" in str(run.explain())

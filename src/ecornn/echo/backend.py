@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ecornn._version import __version__
 from ecornn.echo.calls_noted import CommonInputs
 from ecornn.echo.cells import without_fused_cells
+from ecornn.echo.frozen import unless_thawed
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.kept_forms import check_device, in_other_forms
 from ecornn.echo.options import Options, read_options
@@ -87,7 +88,7 @@ class EchoBackend:
             # of those that are compiled anew the latest alone runs
             self.recorded[:] = [one for one in self.recorded if one.key != recorded.key]
             self.recorded.append(recorded)
-        return compiled
+        return unless_thawed(compiled, module, inputs)
 
     def _key_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> str:
         """Empty where nobody will ask, or where a size is none that a rehearsal could have."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.lean.worth import Priced
-from ecornn.echo.twin import draws_kept, fake, without_numbers
+from ecornn.echo.twin import fake, leaving_no_trace, without_numbers
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
@@ -135,7 +135,7 @@ def counted(model: nn.Module, *, compare: bool = True, gradients: bool = False) 
 
 def counted_without_numbers(model: nn.Module, args: Any, kwargs: Any, mode: Priced) -> Calls:
     """By a copy of the model."""
-    with draws_kept():
+    with leaving_no_trace():
         twin = without_numbers(model, mode)
         args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
         with counted(twin) as calls, mode.parts_of(twin), mode, torch.no_grad():
@@ -159,7 +159,7 @@ def counted_with_gradients(model: nn.Module, args: Any, kwargs: Any) -> Calls:
         asked = isinstance(value, Tensor) and value.requires_grad
         return value.detach() if asked else value
 
-    with draws_kept():
+    with leaving_no_trace():
         twin = without_numbers(model, mode)
         args, kwargs = tree_map(given, (args, kwargs))
         with (

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ecornn.echo.calls_noted import CommonInputs, first_of, noting_calls
 from ecornn.echo.counted import Places
 from ecornn.echo.counted_storages import Counted, Functions
+from ecornn.echo.frozen import telling_nothing
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.model_call import ModelCall
@@ -30,7 +31,7 @@ from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, callable_of
 from ecornn.echo.starts import Starts
-from ecornn.echo.twin import alone, device_of, draws_kept, without_numbers
+from ecornn.echo.twin import alone, device_of, leaving_no_trace, without_numbers
 from ecornn.echo.weight_sums import WeightSums
 from ecornn.errors import InvalidInput
 
@@ -95,7 +96,7 @@ class Rehearsal:
         """As `Regions` does."""
         module, starts = self.model.get_submodule(path), Starts(part.starts)
         run = torch.compile(alone(module.forward), backend=self._backend(path), dynamic=False)
-        run = self._noting_calls(run)
+        run = self._noting_calls(telling_nothing(run))
         if part.common is not None:
             run = noting_calls(run, part.common)
         run = without_lean_functions(starts.around(run))
@@ -251,7 +252,7 @@ def rehearsal_of(
     model: nn.Module, call: ModelCall, parts: Mapping[str, Part]
 ) -> Iterator[Rehearsal]:
     """Raises `NotUnderstood` where it is not possible, from its steps too."""
-    with draws_kept():
+    with leaving_no_trace():
         with _understood():
             rehearsal = Rehearsal(model, call, parts)
         try:
