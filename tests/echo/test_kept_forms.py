@@ -203,6 +203,13 @@ def test_places_that_are_not_known_stay() -> None:
         suffix = {None: None, 4: "uint8", 70_000: "int32"}[bound]
         assert (None if form is None else form.suffix) == suffix
         assert chosen_form(node, Options(), "eager") is None
+        view = graph.call_function(aten.unsqueeze.default, (node, -1))
+        other = graph.call_function(aten.view.dtype, (node, torch.float64))
+        with mode:
+            view.meta["val"] = torch.empty(4, 1, dtype=torch.int64)
+            other.meta["val"] = torch.empty(4, dtype=torch.float64)
+        assert places_told_apart(view) == bound
+        assert places_told_apart(other) is None
 
 
 @pytest.mark.parametrize("form", [BF16, FP8])

@@ -115,6 +115,7 @@ def _is_dense(value: Tensor) -> bool:
 
 def places_told_apart(node: fx.Node) -> int | None:
     """How many numbers, from zero on, an index can be; None where that is not known."""
+    node = _of_which_it_is_a_view(node)
     if node.target is not operator.getitem or node.args[1] != 1:
         return None
     of: Any = node.args[0]
@@ -132,6 +133,16 @@ def places_told_apart(node: fx.Node) -> int | None:
     for one in sizes:
         found *= one
     return found
+
+
+def _of_which_it_is_a_view(node: fx.Node) -> fx.Node:
+    """A view of the same numbers: torch's partitioner may keep it in the place of what it is of."""
+    while getattr(node.target, "is_view", False):
+        of: Any = node.args[0]
+        if of.meta["val"].dtype is not node.meta["val"].dtype:
+            break
+        node = of
+    return node
 
 
 def tell(found: list[tuple[fx.Node, Form]]) -> list[str]:
