@@ -108,6 +108,8 @@ class _CrossEntropy(torch.autograd.Function):
             for scores, target in pairs
         ]
         loss, *sums = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        for largest_log_N in sums[1:]:
+            largest_log_N.neg_()
         total = scores_NV.new_zeros(())
         if reduction != NONE:
             picked_N1 = loss.neg_().unsqueeze(1)
@@ -147,14 +149,14 @@ class _CrossEntropy(torch.autograd.Function):
 def _losses(
     scores_RV: Tensor, target_R: Tensor, ignore_index: int, *, summed: bool
 ) -> tuple[Tensor, ...]:
-    """Of each row, and where the rows are `summed` their largest scores and the logarithms of their
-    sums; a function, so that a chunk's log-softmax is gone before the next is made."""
+    """Of each row, and where the rows are `summed` their largest scores and log-softmaxes; a
+    function, so that a chunk's log-softmax is gone before the next is made."""
     log_RV = aten._log_softmax(scores_RV, 1, False)
     loss_R: Tensor = aten.nll_loss_forward(log_RV, target_R, None, NONE, ignore_index)[0]
     if not summed:
         return (loss_R,)
-    largest_R1, places_R1 = scores_RV.max(1, keepdim=True)
-    return loss_R, largest_R1.squeeze(1), log_RV.gather(1, places_R1).squeeze(1).neg_()
+    # the largest log-softmax is that of the largest score: less the logarithm of the sum, negated
+    return loss_R, scores_RV.amax(1), log_RV.amax(1)
 
 
 def _single(target_N: Tensor, ignore_index: int) -> Tensor:
