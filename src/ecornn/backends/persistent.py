@@ -120,18 +120,19 @@ def _torch_could(spec: RnnSpec) -> bool:
 def _cudnn_is_quicker(spec: RnnSpec) -> bool:
     """Where cuDNN's own persistent kernels won when both were measured on an H200: one LSTM layer
     of one direction, T = 256, these sizes and what lies between them. Of 64 units in float32 its
-    training step is the shorter one in a graph, or of many steps; called, ours is, since its takes
-    more of the host. Without TF32 ours of few sequences is the longer one also forwards."""
+    training step of many sequences is the shorter one in a graph, or of many steps; called, ours
+    is, since its takes more of the host. Without TF32 that is so of any number of them, and ours of
+    few is the longer one also forwards."""
     measured = spec.cell == "lstm" and spec.layers == 1 and not spec.bidirectional
     if not measured or spec.lengths or spec.resets:
         return False
     if spec.hidden <= 64:
-        if spec.dtype != torch.float32 or (
-            not spec.needs_grad and numbers_of(spec.dtype) == "tf32"
-        ):
+        if spec.dtype != torch.float32:
             return False
-        called, few = spec.brief and not spec.captured, 0 < spec.batch < 16
-        return not called or (few and not spec.needs_grad)
+        called, tf32 = spec.brief and not spec.captured, numbers_of(spec.dtype) == "tf32"
+        if tf32:
+            return spec.needs_grad and not called and not 0 < spec.batch <= 16
+        return not called or (0 < spec.batch < 16 and not spec.needs_grad)
     aligned = spec.hidden == 1024 and spec.input_size % 128 == 0 and spec.batch == 16
     return spec.dtype == torch.float16 and aligned and not spec.needs_grad
 

@@ -170,9 +170,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto take_step = [&](int local, int slot) {
     const int t = time_of(local);
     uint4 v[CHUNKS];
+    // of the first step nobody reads the sums
+    auto multiply_loaded = [&] {
+      product.multiply(product.partial(slot ^ 1), [&](int c, int) { return v[c]; });
+    };
     if (TRAILING) {
       product.await_vectors(local - 1);
       product.load_vectors(v, slot);
+      if (PRODUCT_FIRST) multiply_loaded();
       if (local > 0) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) show(i);
@@ -213,9 +218,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
       if (TRAILING) prepare(i);
-    if (TRAILING)  // of the first step nobody reads the sums
-      product.multiply(product.partial(slot ^ 1), [&](int c, int) { return v[c]; });
-    else if (local > 0)
+    if (TRAILING && !PRODUCT_FIRST)
+      multiply_loaded();
+    else if (!TRAILING && local > 0)
       undo_product(local - 1, slot ^ 1);
 
 #pragma unroll

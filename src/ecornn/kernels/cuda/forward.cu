@@ -170,9 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       product.await_vectors(local - 1);
       uint4 v[CHUNKS];
       product.load_vectors(v, slot);
-      show_before();
-      read_shares();
+      if (!PRODUCT_FIRST) show_before(), read_shares();
       product.multiply(partial, [&](int c, int) { return v[c]; });
+      if (PRODUCT_FIRST) read_shares(), show_before();
     } else if (local > 0 && GRID) {
       product.multiply_published(partial, {exchange.before(), a.exchange_row});
     } else if (local > 0) {

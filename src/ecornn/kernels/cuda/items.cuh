@@ -57,6 +57,9 @@ constexpr int TOGETHER = SPAN < VEC ? SPAN : VEC;
 // registers for it, that waits until the next product is under way (TRAILING).
 constexpr bool ALONE = !GRID && CLUSTER == 1;
 constexpr bool TRAILING = ALONE && DIRECT && BATCH_TILES == 1 && ITEMS <= 2;
+// A product in TF32 is twice as many instructions, which the rest of a step can follow while they
+// run: 4 to 8 % shorter steps than the other way round. In 16 bits they were 0 to 5 % longer.
+constexpr bool PRODUCT_FIRST = TRAILING && DTYPE == 2;
 
 // Steps that values from memory are asked for before they are used: a short step is over before a
 // load is. Even, so that what alternates between steps is known at compile time.
