@@ -38,10 +38,9 @@ LIMITS = (
     Limit(
         "rnn",
         ("LSTM", "ecornn is", "forward_us"),
-        "measured with a tile of four blocks, whose exchange alone takes most of what cuDNN's "
-        "kernel takes for a step; where cuDNN's was the quicker one it ran. A tile of one block, "
-        "which exchanges nothing, has taken its place since (decision 0027), and the layer is not "
-        "measured again",
+        "from a graph a step of ours is the shorter one by a tenth to a sixth, and nothing of it "
+        "can be done at the same time: a barrier, a product, the gates (decision 0027). Called, "
+        "both take a fifth to a half longer, which is the host's",
         {"hidden": (64,), "dtype": ("fp16", "fp32")},
     ),
     Limit(
@@ -54,9 +53,8 @@ LIMITS = (
     Limit(
         "rnn",
         ("LSTM", "ecornn+graph"),
-        "cuDNN's kernel for small layers is the one that ran: our tile of four blocks was slower, "
-        "and who is measured against itself is within the spread of 1. A tile of one block has "
-        "taken its place since (decision 0027), and the layer is not measured again",
+        "cuDNN's kernel for small layers is the one that runs: with many sequences ours is a few "
+        "percent longer backwards, and who is measured against itself is within the spread of 1",
         {"hidden": (64,), "dtype": ("fp16", "fp32")},
     ),
     Limit(
@@ -64,7 +62,7 @@ LIMITS = (
         ("LSTM", "ecornn is", "forward_us"),
         "called, the host takes as long before the first kernel as many of its steps do; from a "
         "graph the target is met",
-        {"hidden": (2048,), "batch": (16,), "dtype": ("fp16",)},
+        {"hidden": (2048,), "batch": (16,), "dtype": ("bf16", "fp16")},
     ),
     Limit(
         "rnn",
@@ -84,6 +82,13 @@ LIMITS = (
         "tiles of sequences (decision 0023), clusters that share what they read; from a graph the "
         "target is met",
         {"hidden": (1024,), "batch": (64,), "dtype": ("fp32",)},
+    ),
+    Limit(
+        "rnn",
+        ("LSTM", "ecornn is", "forward_us"),
+        "called, it takes more than half as long again as from a graph, with a spread of several "
+        "percent; the run before had met the target. What of that is the host's was not profiled",
+        {"hidden": (1024,), "batch": (16,), "dtype": ("fp32",)},
     ),
     Limit(
         "rnn",
@@ -114,13 +119,6 @@ LIMITS = (
     ),
     Limit(
         "echo",
-        ("NMT: set-up",),
-        "measured while all eleven contenders compiled at once on sixteen cores, two processes for "
-        "each; and Echo's kernels were compiled one after the other, since nobody had started "
-        "torch's processes for them: that is mended since, and not measured again",
-    ),
-    Limit(
-        "echo",
         ("step_ms of echo ÷ torch.compile",),
         "what is made again are kernels more: the GPU has time for them, but called, each is "
         "launched by the host. Replayed from a graph the step takes less than torch.compile's does "
@@ -130,22 +128,8 @@ LIMITS = (
     Limit(
         "echo",
         ("no option of torch's is better",),
-        "of the whole model only the convolutions in front and the output are compiled: cuDNN's "
-        "layers hold the rest, and what torch saves by spending more time than it has, auto does "
-        'not spend. memory="min" holds half of it, in more time',
-        {"model": ("speech",)},
-    ),
-    Limit(
-        "echo",
-        ("no option of torch's is better",),
         "called, both wait for the host, and which is the quicker changes from run to run by more "
         "than the two percent within which times count as the same",
-    ),
-    Limit(
-        "echo",
-        ("the step can be captured",),
-        "eager's step cannot be captured either: the CTC loss reads its lengths on the host",
-        {"model": ("speech",)},
     ),
 )
 
