@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 
 Cell = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
-Keep = Literal["none", "states", "gates"]
+#: "auto": whoever compiles the graph chooses, and the states are kept if nobody does.
+Keep = Literal["none", "states", "gates", "auto"]
 KeepRequest = Literal["auto", "states", "gates"]
 AfterEnd = Literal["zeros", "frozen"]
 ResetTo = Literal["zero", "initial"]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ecornn.errors import InvalidInput
+from ecornn.ops.keeping import TracedAsOperators
 
 #: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
 FEWEST_CALLS = 4
@@ -47,9 +48,10 @@ def worth_compiling(part: nn.Module) -> bool:
 
 def runs_untraced_layers(model: nn.Module) -> bool:
     """torch's compiler leaves its own recurrent layers alone, and with them every function that
-    calls them in a loop."""
+    calls them in a loop. It traces subclasses of theirs that are marked."""
     allowed = getattr(torch._dynamo.config, "allow_rnn", False)
-    return not allowed and any(isinstance(part, nn.RNNBase) for part in model.modules())
+    of_torch = (p for p in model.modules() if not isinstance(p, TracedAsOperators))
+    return not allowed and any(isinstance(part, nn.RNNBase) for part in of_torch)
 
 
 def traceable(model: nn.Module, counts: dict[str, int]) -> list[str]:

@@ -99,7 +99,7 @@ class Priced(WithoutNumbers):
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
         if not func.is_view:
             work = work_of(func, tuple(args), dict(kwargs), result)
-            product = func.overloadpacket.__name__ in PRODUCTS
+            product = func.overloadpacket.__name__ in PRODUCTS or work.declared
             self.shares.seconds += machine_of(work.device).seconds(work, product=product)
 
     @contextmanager
