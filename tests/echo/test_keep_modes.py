@@ -23,21 +23,22 @@ STEPS, BATCH, WIDTH, HIDDEN = 20, 3, 6, 10
 
 
 class Model(nn.Module):
-    """`work`: so many rows of products beside, without which a layer is most of the step."""
+    """`work`: so many products beside, which hold next to nothing."""
 
     def __init__(self, cell: str = "lstm", work: int = 0, **options: Any) -> None:
         super().__init__()
         options.setdefault("backend", "reference")
         self.rnn = LAYERS[cell](WIDTH, HIDDEN, **options)
         self.out = nn.Linear(HIDDEN * (2 if options.get("bidirectional") else 1), WIDTH)
-        self.work = nn.Linear(work, work) if work else None
+        self.work = work
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.out(torch.tanh(self.rnn(x)[0]))
-        if self.work is None:
-            return output
-        rows = self.work(output.new_ones(self.work.in_features).expand(len(x), -1))
-        return output + rows.sum(-1)[:, None, None]
+        with torch.no_grad():
+            beside = x.new_ones(32, 32)
+            for _ in range(self.work):
+                beside = beside @ beside / 32
+        return output + beside[0, 0]
 
 
 def given(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -151,7 +152,7 @@ def test_auto_keeps_gates_that_cost_too_much_and_makes_again_what_is_nearly_free
     (layer,) = graph_of(run).recurrent
     assert layer.keeps == "gates"
     assert layer.again_seconds > graph_of(run).limit_seconds
-    beside = made(work=700)
+    beside = made(work=120)
     run, _ = compiled(beside)
     (layer,) = graph_of(run).recurrent
     assert layer.keeps == "states"
@@ -165,7 +166,7 @@ def test_auto_keeps_no_gates_that_a_layer_would_not_keep(monkeypatch: pytest.Mon
     monkeypatch.setattr("ecornn.ops.keeping.FEW_BYTES", gates_bytes("lstm") - 1)
     run, _ = compiled(made())
     assert kept(run) == ["states"]
-    assert "are not kept unasked" in str(run.explain())
+    assert "are not kept unasked" in str(run.explain()).replace("\n", " ")
     run, _ = compiled(made(), "1GiB")  # there is room enough
     assert kept(run) == ["gates"]
 
@@ -173,7 +174,8 @@ def test_auto_keeps_no_gates_that_a_layer_would_not_keep(monkeypatch: pytest.Mon
 def test_a_budget_is_met_by_as_few_layers_as_are_enough() -> None:
     free, _ = compiled(made(num_layers=4), "1GiB")
     assert kept(free) == ["gates"] * 4
-    assert (peak := graph_of(free).predicted_peak_bytes) is not None
+    peak = graph_of(free).predicted_peak_bytes
+    assert peak is not None
     one = gates_bytes("lstm")
     for fewer in range(1, 5):
         budget = peak - fewer * one + one // 2
@@ -202,8 +204,7 @@ def test_a_fraction_is_one_of_what_is_held_with_gates() -> None:
     assert graph_of(run).limit_bytes < graph_of(whole).limit_bytes
 
 
-def test_the_peak_is_that_of_the_operators() -> None:
-    """To the byte, by what a rehearsal of the step counts: the outputs' and gates' storages."""
+def test_gates_that_are_kept_unasked_are_counted_as_those_asked_for() -> None:
     asked, _ = compiled(made(keep="gates"))
     free, _ = compiled(made())
     assert graph_of(free).predicted_peak_bytes == graph_of(asked).predicted_peak_bytes

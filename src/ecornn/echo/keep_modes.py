@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ecornn.backends.protocol import LayerCall
 from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.graph import number_of_the_call
 from ecornn.echo.rewrite import duplicate
@@ -83,14 +84,18 @@ def _can_keep(node: fx.Node) -> bool:
 
 def _described(node: fx.Node, backward: tuple[str, ...]) -> RecurrentCall:
     call = read_call(*_values(node.args))
-    found = gates_of(call)
-    numbers = (found.bytes, found.bytes_of_direction, found.flops, found.read_bytes)
-    gates = Gates(*map(number_of_the_call, numbers))
-    x = call.input_TBI
-    work = Work(None, gates.read_bytes, gates.bytes, gates.flops, x.dtype, x.device)
-    seconds = machine_of(x.device).seconds(work, product=True)
+    gates, seconds = gates_made_again(call)
     asked = str(node.args[KEEP_ARGUMENT])
     return RecurrentCall(node.name, backward, call.cell, asked, gates.bytes, gates.few, seconds)
+
+
+def gates_made_again(call: LayerCall) -> tuple[Gates, float]:
+    """(a call's gates, the seconds of making them again, by a roofline)"""
+    found, x = gates_of(call), call.input_TBI
+    numbers = (found.bytes, found.bytes_of_direction, found.flops, found.read_bytes)
+    gates = Gates(*map(number_of_the_call, numbers))
+    work = Work(None, gates.read_bytes, gates.bytes, gates.flops, x.dtype, x.device)
+    return gates, machine_of(x.device).seconds(work, product=True)
 
 
 def _values(args: Any) -> Any:

@@ -22,7 +22,7 @@ from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.reference.problem import working_dtype
 from ecornn.nn.overlapped import StackRoute, stack_route
 from ecornn.ops.direct import run_directly
-from ecornn.ops.keeping import FEW_BYTES
+from ecornn.ops.keeping import keeps_gates
 from ecornn.ops.native import (
     cudnn_differentiable_again,
     differentiable_again,
@@ -303,7 +303,7 @@ FEW_STEPS = 8
 
 def is_roomy(x_TBI: Tensor, hidden: int) -> bool:
     steps, batch = x_TBI.shape[:2]
-    return x_TBI.is_cuda and 4 * hidden * steps * batch * x_TBI.element_size() <= FEW_BYTES
+    return x_TBI.is_cuda and keeps_gates(4 * hidden * steps * batch * x_TBI.element_size())
 
 
 #: Up to so many steps a call's cost on the host is not hidden behind the GPU's work.

@@ -6,6 +6,9 @@ Whoever plans memory reads these and knows no more of recurrent layers.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ecornn.backends.protocol import LayerCall
@@ -63,6 +66,31 @@ class Gates:
     def few(self) -> bool:
         """So few that a layer which is free to choose keeps them."""
         return self.bytes_of_direction <= FEW_BYTES
+
+
+_here = threading.local()
+
+
+def states_alone() -> bool:
+    """Whether layers that are free to choose keep no gates, few as they may be, in this thread."""
+    return getattr(_here, "states_alone", False)
+
+
+@contextmanager
+def keeping_states_alone(wanted: bool = True) -> Iterator[None]:
+    """For whoever plans the memory of a step around layers that it does not compile. What a layer
+    keeps is settled in its forward pass."""
+    before = states_alone()
+    _here.states_alone = wanted
+    try:
+        yield
+    finally:
+        _here.states_alone = before
+
+
+def keeps_gates(bytes_of_direction: int) -> bool:
+    """Whether a layer that is free to choose keeps gates of this size."""
+    return bytes_of_direction <= FEW_BYTES and not states_alone()
 
 
 def gates_of(call: LayerCall) -> Gates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ecornn.backends.protocol import Backend, Rejection
-from ecornn.backends.registry import BACKENDS
+from ecornn.backends.registry import BACKENDS, by_name
 from ecornn.errors import NoBackend
 from ecornn.planner.plan import ExecutionPlan
 from ecornn.spec import RnnSpec
@@ -56,6 +56,12 @@ def _left_open(backend: Backend, spec: RnnSpec) -> bool:
         return False
     modes = ("states", "gates")
     return all(backend.keeps(replace(spec, keep=mode)) == mode for mode in modes)
+
+
+def keeps_gates_unasked(backend: str, cell: str) -> bool:
+    """Whether a backend keeps gates of which there are few, where the choice is free."""
+    roomy = RnnSpec(cell, 0, 0, needs_grad=True, roomy=True)
+    return by_name(backend).keeps(roomy) == "gates"
 
 
 def _scope(backend: Backend, spec: RnnSpec) -> str:
