@@ -234,6 +234,64 @@ def test_sizes_that_are_symbols() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_draws_lengths_and_norms_are_those_of_the_mode(memory: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            form = {"num_layers": 2, "dropout": 0.3, "zoneout": 0.2, "layer_norm": True}
+            self.rnn = ecornn.LSTM(WIDTH, HIDDEN, **form, **options)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.rnn(x, lengths=lengths)[0].square().sum()
+
+    def gradients(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        run = ecornn.compile(Noisy(**options), memory=memory, codegen="eager")
+        lengths = torch.tensor([STEPS, 3, 11])
+        run(given(), lengths)  # lengths are compared with the input's: it runs without Echo
+        torch.manual_seed(5)
+        run(given(), lengths).backward()
+        assert kept(run) == [mode] * 2
+        return [weight.grad for weight in run.parameters()]
+
+    mode = "states" if memory == "min" else "gates"
+    assert all(map(torch.equal, gradients(), gradients(keep=mode)))
+
+
+def test_a_part_that_is_called_often_is_planned_for_all_its_calls() -> None:
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = ecornn.GRU(WIDTH, HIDDEN, backend="reference")
+            self.out = nn.Linear(HIDDEN, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.out(self.rnn(x)[0]))
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = Step()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(6):
+                x = self.step(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Loop()
+    gates, expected = compiled(model)
+    states, found = compiled(model, "min")
+    assert (kept(gates), kept(states)) == (["gates"], ["states"])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    fallen = graph_of(gates).chosen.peak_bytes - graph_of(states).chosen.peak_bytes
+    assert fallen >= 6 * gates_bytes("gru")
+    beside = [run.explain().predicted_peak_bytes(0) for run in (gates, states)]
+    assert beside[0] - beside[1] >= 6 * gates_bytes("gru")
+
+
 def test_a_graph_without_our_layers_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 

@@ -58,7 +58,7 @@ class Request:
 @dataclass(frozen=True)
 class Joint:
     """A joint graph. `gates`: of its recurrent calls of free choice, the names of those that keep
-    their gates; `again_s`: seconds of making those gates again that are kept when all is."""
+    their gates; `again`: how many make theirs again that are kept when all is, in `again_s`."""
 
     module: fx.GraphModule
     passes: Passes
@@ -68,9 +68,8 @@ class Joint:
     again_s: float = 0.0
 
     def strategy(self, label: str) -> str:
-        return (
-            f"{label}, gates of {self.again} recurrent layers made again" if self.again else label
-        )
+        layers = f"{self.again} recurrent layer{'s' if self.again > 1 else ''}"
+        return f"{label}, gates of {layers} made again" if self.again else label
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ Whoever plans memory reads these and knows no more of recurrent layers.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 
 from ecornn.backends.protocol import LayerCall
 
@@ -68,24 +68,26 @@ class Gates:
         return self.bytes_of_direction <= FEW_BYTES
 
 
-_here = threading.local()
+#: Threads in which it is wanted: as a rule none, which every call of a small layer has to find out,
+#: and a thread's own variable takes longer to read.
+_threads: set[int] = set()
 
 
 def states_alone() -> bool:
     """Whether layers that are free to choose keep no gates, few as they may be, in this thread."""
-    return getattr(_here, "states_alone", False)
+    return bool(_threads) and get_ident() in _threads
 
 
 @contextmanager
 def keeping_states_alone(wanted: bool = True) -> Iterator[None]:
     """For whoever plans the memory of a step around layers that it does not compile. What a layer
     keeps is settled in its forward pass."""
-    before = states_alone()
-    _here.states_alone = wanted
+    thread, before = get_ident(), states_alone()
+    (_threads.add if wanted else _threads.discard)(thread)
     try:
         yield
     finally:
-        _here.states_alone = before
+        (_threads.add if before else _threads.discard)(thread)
 
 
 def keeps_gates(bytes_of_direction: int) -> bool:
