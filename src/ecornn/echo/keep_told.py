@@ -56,14 +56,12 @@ def _why(call: RecurrentCall, keeps: str, decision: Decision) -> str:
     if not call.free:
         return "as it was asked for, or all that its kernels do"
     kind = decision.request.memory.kind
-    if keeps == "states" and kind == "auto" and not call.few:
-        return f"gates of more than {size_text(FEW_BYTES)} a direction are not kept unasked"
-    if keeps == "states":
-        why = {"auto": "that is nearly free", "min": "as little memory as can be was asked for"}
-        return why.get(kind, "with its gates the graph does not fit, or takes longer")
-    limit = f"{decision.limits.seconds * 1e6:.1f} µs"
+    if keeps == "gates":
+        return "the peak is elsewhere" if kind == "auto" else "the graph fits with them"
     why = {
-        "auto": f"{limit} may be spent in all, and on what frees more in that time first",
-        "min": "without them the peak would be no lower",
+        "auto": "with its gates the peak would be higher, as far as they were looked at",
+        "min": "as little memory as can be was asked for",
     }
-    return why.get(kind, "the graph fits with them")
+    if kind == "auto" and not call.few:
+        return f"gates of more than {size_text(FEW_BYTES)} a direction are not kept unasked"
+    return why.get(kind, "with its gates the graph does not fit, or takes longer")

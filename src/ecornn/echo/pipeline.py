@@ -17,7 +17,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from ecornn.echo.analysis.cost import CostModel
 from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.graph import NotUnderstood, read_graph
-from ecornn.echo.keep_choice import consider_less, kept_first
+from ecornn.echo.keep_choice import consider_others, kept_first
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls, with_modes
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
@@ -58,18 +58,22 @@ class Request:
 @dataclass(frozen=True)
 class Joint:
     """A joint graph. `gates`: of its recurrent calls of free choice, the names of those that keep
-    their gates; `again`: how many make theirs again that are kept when all is, in `again_s`."""
+    their gates. Beside the first graph: how many do not that do there, or the other way round, and
+    the seconds that this adds."""
 
     module: fx.GraphModule
     passes: Passes
     prices: Prices
     gates: frozenset[str] = frozenset()
     again: int = 0
-    again_s: float = 0.0
+    kept: int = 0
+    added_s: float = 0.0
 
     def strategy(self, label: str) -> str:
-        layers = f"{self.again} recurrent layer{'s' if self.again > 1 else ''}"
-        return f"{label}, gates of {layers} made again" if self.again else label
+        count = self.again or self.kept
+        layers = f"{count} recurrent layer{'s' if count > 1 else ''}"
+        what = "made again" if self.again else "kept"
+        return f"{label}, gates of {layers} {what}" if count else label
 
 
 @dataclass(frozen=True)
@@ -131,10 +135,10 @@ def _decided(
     considered = partial(_considered, inputs, request, refused)
     candidates, limits = considered(first)
 
-    def consider(again: Sequence[RecurrentCall]) -> bool:
-        left = gates - {call.name for call in again}
+    def consider(again: Sequence[RecurrentCall], kept: Sequence[RecurrentCall]) -> bool:
+        left = (gates - {call.name for call in again}) | {call.name for call in kept}
         try:
-            joint = _joint(module, forward_outputs, request, calls, left, again)
+            joint = _joint(module, forward_outputs, request, calls, left, again, kept)
         except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
             refused.append((f"{len(again)} recurrent layers", _first_line(error)))
             return False
@@ -143,8 +147,8 @@ def _decided(
         return any(_place(one, limits, request.calls) is not None for one in found)
 
     fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request.calls)]
-    free = [call for call in calls if call.name in gates]
-    consider_less(request.memory, free, limits.seconds, min(fits, default=None), consider)
+    free = [call for call in calls if call.free]
+    consider_others(request.memory, free, min(fits, default=None), consider)
     try:
         chosen, modules = _first_that_is_right(request, limits, candidates, refused)
     except NotUnderstood:
@@ -170,14 +174,15 @@ def _joint(
     calls: Sequence[RecurrentCall],
     gates: frozenset[str],
     again: Sequence[RecurrentCall] = (),
+    kept: Sequence[RecurrentCall] = (),
 ) -> Joint:
     """A graph without recurrent calls of free choice is taken as it is."""
     if any(call.free for call in calls):
         module = with_modes(module, calls, gates)
     passes = Passes(read_graph(module), forward_outputs)
     prices = _prices(passes, fuses=request.settings.get("compiler") == "inductor")
-    seconds = sum(call.seconds for call in again)
-    return Joint(module, passes, prices, gates, len(again), seconds)
+    seconds = sum(call.seconds for call in again) - sum(call.seconds for call in kept)
+    return Joint(module, passes, prices, gates, len(again), len(kept), seconds)
 
 
 def _large(joint: Joint) -> bool:
@@ -200,7 +205,7 @@ def _considered(
         refused.append((joint.strategy("torch's min-cut"), why))
     there = {candidate.strategy: candidate.estimate for candidate in candidates}
     before = there["keep all"].peak(request.calls) if "keep all" in there else 0
-    known = limits and Limits(limits.bytes, limits.seconds - joint.again_s)
+    known = limits and Limits(limits.bytes, limits.seconds - joint.added_s)
     found, own = plans_for(
         *(request.memory, joint.passes, joint.prices, request.calls, before, request.beside_s),
         limits=known,
@@ -214,7 +219,7 @@ def _considered(
 
 
 def _with_gates(estimate: Estimate, joint: Joint) -> Estimate:
-    return replace(estimate, seconds_added=estimate.seconds_added + joint.again_s)
+    return replace(estimate, seconds_added=estimate.seconds_added + joint.added_s)
 
 
 def _place(candidate: Candidate, limits: Limits, calls: int) -> tuple[float, ...] | None:
