@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 
 Cell = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
-Keep = Literal["none", "states", "gates"]
+#: "auto": whoever compiles the graph chooses, and the states are kept if nobody does.
+Keep = Literal["none", "states", "gates", "auto"]
 KeepRequest = Literal["auto", "states", "gates"]
 AfterEnd = Literal["zeros", "frozen"]
 ResetTo = Literal["zero", "initial"]
@@ -53,8 +54,9 @@ class RnnSpec:
     (vmap, grad), `forward_mode` that forward-mode derivatives are, `traced` that a compiler or
     exporter is, `captured` that a CUDA graph is being captured. `short` says that there are too few
     steps to set up much, `brief` that there are so few that what the host does for a call counts,
-    `roomy` that all gates of a layer take so little that keeping them is no
-    loss, `batch` how many sequences there are; 0 where a tracer does not say.
+    `roomy` that all gates of a layer take so little that keeping them is no loss, and that nobody
+    around it wants less to be kept, `batch` how many sequences there are; 0 where a tracer does not
+    say.
     """
 
     cell: str

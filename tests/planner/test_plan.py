@@ -10,7 +10,7 @@ import torch
 
 import ecornn
 from ecornn.backends.registry import BACKENDS, by_name
-from ecornn.planner import plan
+from ecornn.planner import keeps_gates_unasked, plan
 from ecornn.spec import RnnSpec
 
 PLAIN = RnnSpec("lstm", 4, 8)
@@ -52,6 +52,28 @@ def test_a_keep_mode_that_is_asked_for_is_what_runs(keep: str) -> None:
     found = plan(asked(keep=keep, needs_grad=True))
     assert (found.backend, found.keep) == ("reference", keep)
     assert keep in found.rejections[1].reason
+
+
+def test_a_traced_call_that_nobody_told_leaves_the_mode_to_the_compiler() -> None:
+    free = asked(layer_norm=True, needs_grad=True, traced=True)
+    assert plan(free).keep == "auto"
+    assert "if the compiler chooses" in plan(free).explain()
+    for keep in ("states", "gates"):
+        assert plan(replace(free, keep=keep)).keep == keep
+    assert plan(replace(free, needs_grad=False)).keep == "none"
+    assert plan(replace(free, traced=False)).keep == "states"
+    assert plan(asked(needs_grad=True, traced=True)).keep == "none"  # torch's kernels decide
+
+
+@pytest.mark.parametrize(
+    ("backend", "cell", "gates"),
+    [
+        *[("persistent", "lstm", True), ("persistent", "gru", True)],
+        *[("persistent", "rnn_tanh", False), ("reference", "lstm", False), ("aten", "gru", False)],
+    ],
+)
+def test_who_keeps_few_gates_unasked(backend: str, cell: str, gates: bool) -> None:
+    assert keeps_gates_unasked(backend, cell) == gates
 
 
 def test_nothing_is_kept_where_no_gradient_is_needed() -> None:

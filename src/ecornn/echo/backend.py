@@ -123,6 +123,8 @@ class _Partition:
         backend = self.backend
         request = Request(backend.options.memory, backend.calls, settings, backend.beside_s)
         decision = decide(joint, inputs, num_fwd_outputs, request)
+        if decision.chosen.joint is not None:
+            joint = decision.chosen.joint.module
         self.told.decided(joint, decision)
         if decision.fallback is not None:
             _warn(self.told.name, decision)

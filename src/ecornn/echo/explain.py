@@ -173,6 +173,7 @@ def _head(graph: GraphReport) -> list[str]:
     if graph.sums is not None:
         lines.append(graph.sums)
     lines += graph.forms
+    lines += [layer.told() for layer in graph.recurrent]
     if graph.chosen is None or graph.keep_all is None:
         if graph.fallback is None:
             lines.append("no backward pass was planned: the graph needs no gradient")

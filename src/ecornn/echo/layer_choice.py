@@ -1,5 +1,5 @@
-"""`LayerChoice`: which calls of a step's recurrent layers are run again for it to fit, found by
-rehearsals."""
+"""`LayerChoice`: which calls of a step's recurrent layers are run again for it to fit, and whether
+those of this package keep their gates, found by rehearsals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Container
 from ecornn.echo.counted_storages import Functions
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.rehearse import Rehearsal, Rehearsed
+from ecornn.ops.keeping import keeping_states_alone
 
 #: Of layers that are enough together, so many are tried to be kept after all, the dearest first:
 #: each is a rehearsal.
@@ -16,19 +17,25 @@ MOST_SPARED = 8
 
 class LayerChoice:
     """`functions`: those that are replaced in a rehearsal, by the places of calls that are run
-    again; None if none is. `room`: bytes for what the step makes."""
+    again; None if none is. `room`: bytes for what the step makes. `own`: there are layers of this
+    package that may keep less."""
 
     def __init__(
         self,
         rehearsal: Rehearsal,
         functions: Callable[[Container[int]], Functions] | None,
         room: int,
+        *,
+        own: bool = False,
     ) -> None:
         self._rehearsal, self._functions, self._room = rehearsal, functions, room
+        self._own = own
+        #: Do layers of this package keep their states alone?
+        self.states_alone = False
 
     def chosen(self) -> tuple[Container[int], Rehearsed]:
         """Which ones, and what the step holds then; where nothing fits, what holds least."""
-        none = self.rehearsed(NO_CALL)
+        none = self.with_states_if_needed(NO_CALL)
         if none.most <= self._room or not none.layers:
             return NO_CALL, none
         all_of_them = self.rehearsed(EVERY_CALL)
@@ -39,8 +46,20 @@ class LayerChoice:
         again, found = self._spared(again, found)
         return EVERY_CALL if len(again) == len(none.layers) else again, found
 
+    def with_states_if_needed(self, again: Container[int]) -> Rehearsed:
+        """All layers of this package together, and before any of torch's is run again: gates are
+        made again by one product, a layer of torch's by all of its steps."""
+        found = self.rehearsed(again)
+        if found.most <= self._room or not self._own:
+            return found
+        self.states_alone = True
+        less = self.rehearsed(again)
+        self.states_alone = less.most < found.most
+        return less if self.states_alone else found
+
     def rehearsed(self, again: Container[int]) -> Rehearsed:
-        return self._rehearsal.step(None if self._functions is None else self._functions(again))
+        with keeping_states_alone(self.states_alone):
+            return self._rehearsal.step(None if self._functions is None else self._functions(again))
 
     def _enough(self, found: Rehearsed) -> tuple[frozenset[int], Rehearsed] | None:
         """At the peak, those first of which most bytes are there for each second that they take;

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ecornn.errors import InvalidInput
+from ecornn.ops.keeping import OPEN, TracedAsOperators
 
 #: A part that is called less often is left to the graph of the whole: unrolling is no burden then.
 FEWEST_CALLS = 4
@@ -47,19 +48,36 @@ def worth_compiling(part: nn.Module) -> bool:
 
 def runs_untraced_layers(model: nn.Module) -> bool:
     """torch's compiler leaves its own recurrent layers alone, and with them every function that
-    calls them in a loop."""
+    calls them in a loop. It traces subclasses of theirs that are marked."""
     allowed = getattr(torch._dynamo.config, "allow_rnn", False)
-    return not allowed and any(isinstance(part, nn.RNNBase) for part in model.modules())
+    of_torch = (p for p in model.modules() if not isinstance(p, TracedAsOperators))
+    return not allowed and any(isinstance(part, nn.RNNBase) for part in of_torch)
 
 
 def traceable(model: nn.Module, counts: dict[str, int]) -> list[str]:
-    """The largest parts that were called and have no such layer."""
+    """The largest parts that were called and have no such layer. A recurrent layer of this package
+    alone is none: what it keeps is told to it as it is called."""
     found = [
         path
         for path in counts
-        if not runs_untraced_layers(part := model.get_submodule(path)) and worth_compiling(part)
+        if not runs_untraced_layers(part := model.get_submodule(path))
+        and not isinstance(part, TracedAsOperators)
+        and worth_compiling(part)
     ]
     return [path for path in found if not within(path, found)]
+
+
+def is_free_to_choose(part: nn.Module) -> bool:
+    """Is it a recurrent layer of this package that nobody told what to keep?"""
+    return isinstance(part, TracedAsOperators) and part.keep == OPEN
+
+
+def has_free_layers(model: nn.Module, paths: Container[str]) -> bool:
+    """Such layers, outside some parts."""
+    return any(
+        is_free_to_choose(part) and path not in paths and not within(path, paths)
+        for path, part in model.named_modules()
+    )
 
 
 def within(path: str, others: Container[str]) -> bool:

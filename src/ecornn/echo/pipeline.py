@@ -7,7 +7,7 @@ worse than they are, and are what is left when a graph is not understood.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from ecornn.echo.analysis.cost import CostModel
 from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.graph import NotUnderstood, read_graph
+from ecornn.echo.keep_choice import consider_others, kept_first
+from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls, with_modes
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, plans_for, rank, refuse
@@ -54,6 +56,27 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Joint:
+    """A joint graph. `gates`: of its recurrent calls of free choice, the names of those that keep
+    their gates. Beside the first graph: how many do not that do there, or the other way round, and
+    the seconds that this adds."""
+
+    module: fx.GraphModule
+    passes: Passes
+    prices: Prices
+    gates: frozenset[str] = frozenset()
+    again: int = 0
+    kept: int = 0
+    added_s: float = 0.0
+
+    def strategy(self, label: str) -> str:
+        count = self.again or self.kept
+        layers = f"{count} recurrent layer{'s' if count > 1 else ''}"
+        what = "made again" if self.again else "kept"
+        return f"{label}, gates of {layers} {what}" if count else label
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One way to split a graph, and what it would hold and take."""
 
@@ -61,6 +84,7 @@ class Candidate:
     estimate: Estimate
     modules: Modules | None = None  # of torch's own ways
     plan: Plan | None = None  # of ours
+    joint: Joint | None = None  # None where the graph could not be read
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,10 @@ class Decision:
     limits: Limits = NO_LIMITS
     #: Why the graph was left to torch's own partitioner.
     fallback: str | None = None
+    #: Its recurrent layers.
+    recurrent: tuple[RecurrentCall, ...] = ()
+    #: Of both passes, when all is kept.
+    step_seconds: float = 0.0
 
     def candidate(self, strategy: str) -> Candidate:
         return next(c for c in self.candidates if c.strategy == strategy)
@@ -95,49 +123,111 @@ def _decided(
     module: fx.GraphModule, inputs: Sequence[Any], forward_outputs: int, request: Request
 ) -> Decision:
     try:
-        passes = Passes(read_graph(module), forward_outputs)
-        why = refusal(module, passes)
+        calls = recurrent_calls(module)
+        gates = kept_first(request.memory, calls)
+        first = _joint(module, forward_outputs, request, calls, gates)
+        why = refusal(first.module, first.passes)
     except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
         why = _first_line(error)
     if why is not None:
         return _left_to_torch(module, inputs, forward_outputs, request, why)
-    prices = _prices(passes, fuses=request.settings.get("compiler") == "inductor")
     refused: list[tuple[str, str]] = []
-    stock = partial(_stock, module, inputs, passes, prices, request, refused)
-    count = len(passes.graph.operations)
-    large = count > MOST_FOR_STOCK
-    candidates = [] if large else stock(tuple(STOCK))
-    if large:
+    considered = partial(_considered, inputs, request, refused)
+    candidates, limits = considered(first)
+
+    def consider(again: Sequence[RecurrentCall], kept: Sequence[RecurrentCall]) -> bool:
+        left = (gates - {call.name for call in again}) | {call.name for call in kept}
+        try:
+            joint = _joint(module, forward_outputs, request, calls, left, again, kept)
+        except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
+            refused.append((f"{len(again)} recurrent layers", _first_line(error)))
+            return False
+        found, _ = considered(joint, limits)
+        candidates.extend(found)
+        return any(_place(one, limits, request.calls) is not None for one in found)
+
+    fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request.calls)]
+    free = [call for call in calls if call.free]
+    consider_others(request.memory, free, min(fits, default=None), consider)
+    try:
+        chosen, modules = _first_that_is_right(request, limits, candidates, refused)
+    except NotUnderstood:
+        if not _large(first):
+            raise
+        of_torch = _stock(inputs, request, refused, first, ("keep all",))
+        chosen, modules = _first_that_is_right(request, limits, of_torch, refused)
+        candidates = [*of_torch, *candidates]
+    assert chosen.joint is not None
+    return Decision(
+        *(request, chosen, modules, tuple(candidates), tuple(refused)),
+        *(chosen.joint.passes, chosen.joint.prices, limits),
+        fallback=None if chosen.plan else _failed(candidates, refused),
+        recurrent=tuple(calls),
+        step_seconds=first.prices.step_seconds,
+    )
+
+
+def _joint(
+    module: fx.GraphModule,
+    forward_outputs: int,
+    request: Request,
+    calls: Sequence[RecurrentCall],
+    gates: frozenset[str],
+    again: Sequence[RecurrentCall] = (),
+    kept: Sequence[RecurrentCall] = (),
+) -> Joint:
+    """A graph without recurrent calls of free choice is taken as it is."""
+    if any(call.free for call in calls):
+        module = with_modes(module, calls, gates)
+    passes = Passes(read_graph(module), forward_outputs)
+    prices = _prices(passes, fuses=request.settings.get("compiler") == "inductor")
+    seconds = sum(call.seconds for call in again) - sum(call.seconds for call in kept)
+    return Joint(module, passes, prices, gates, len(again), len(kept), seconds)
+
+
+def _large(joint: Joint) -> bool:
+    return len(joint.passes.graph.operations) > MOST_FOR_STOCK
+
+
+def _considered(
+    inputs: Sequence[Any],
+    request: Request,
+    refused: list[tuple[str, str]],
+    joint: Joint,
+    limits: Limits | None = None,
+) -> tuple[list[Candidate], Limits]:
+    """Ways to split one joint graph, the time of gates that are made again included; and the
+    limits: those given, which are of another one, or its own."""
+    count = len(joint.passes.graph.operations)
+    candidates = [] if _large(joint) else _stock(inputs, request, refused, joint, tuple(STOCK))
+    if _large(joint):
         why = f"not tried: it would take long for {count:,} operations"
-        refused.append(("torch's min-cut", why))
+        refused.append((joint.strategy("torch's min-cut"), why))
     there = {candidate.strategy: candidate.estimate for candidate in candidates}
     before = there["keep all"].peak(request.calls) if "keep all" in there else 0
-    found, limits = plans_for(
-        request.memory, passes, prices, request.calls, before, request.beside_s
+    known = limits and Limits(limits.bytes, limits.seconds - joint.added_s)
+    found, own = plans_for(
+        *(request.memory, joint.passes, joint.prices, request.calls, before, request.beside_s),
+        limits=known,
     )
-    candidates += [
-        Candidate(one.plan.label, one.estimate, plan=one.plan)
-        for one in found
-        if one.plan.label not in there
-    ]
-    right = partial(_first_that_is_right, module, passes, request, limits)
-    try:
-        chosen, modules = right(candidates, refused)
-    except NotUnderstood:
-        if not large:
-            raise
-        of_torch = stock(("keep all",))
-        chosen, modules = right(of_torch, refused)
-        candidates = [*of_torch, *candidates]
-    return Decision(
-        *(request, chosen, modules, tuple(candidates), tuple(refused), passes, prices, limits),
-        fallback=None if chosen.plan else _failed(candidates, refused),
-    )
+    for one in found:
+        strategy = joint.strategy(one.plan.label)
+        if strategy not in there:
+            estimate = _with_gates(one.estimate, joint)
+            candidates.append(Candidate(strategy, estimate, plan=one.plan, joint=joint))
+    return candidates, limits or own
+
+
+def _with_gates(estimate: Estimate, joint: Joint) -> Estimate:
+    return replace(estimate, seconds_added=estimate.seconds_added + joint.added_s)
+
+
+def _place(candidate: Candidate, limits: Limits, calls: int) -> tuple[float, ...] | None:
+    bounds = limits if candidate.plan else Limits(limits.bytes, float("inf"))
+    return rank(bounds, candidate.estimate, calls)
 
 
 def _first_that_is_right(
-    module: fx.GraphModule,
-    passes: Passes,
     request: Request,
     limits: Limits,
     candidates: list[Candidate],
@@ -145,12 +235,10 @@ def _first_that_is_right(
 ) -> tuple[Candidate, Modules]:
     """In order of rank; what was rewritten wrongly is never used."""
     ranked = []
-    most = _most_kept(request, candidates)
     for candidate in candidates:
-        if candidate.estimate.kept_bytes > most:
+        if candidate.estimate.kept_bytes > _most_kept(request, candidates, candidate.joint):
             continue
-        bounds = limits if candidate.plan else Limits(limits.bytes, float("inf"))
-        place = rank(bounds, candidate.estimate, request.calls)
+        place = _place(candidate, limits, request.calls)
         if place is not None:
             ranked.append((place, candidate))
     ranked.sort(key=lambda one: one[0])
@@ -160,11 +248,12 @@ def _first_that_is_right(
     for _, candidate in ranked:
         if candidate.modules is not None:
             return candidate, candidate.modules
-        if candidate.plan is None or tried == TRIES:
+        if candidate.plan is None or candidate.joint is None or tried == TRIES:
             continue
         tried += 1
+        plan, module, passes = candidate.plan, candidate.joint.module, candidate.joint.passes
         try:
-            modules = split(duplicate(module), passes, candidate.plan.kept, candidate.plan.window)
+            modules = split(duplicate(module), passes, plan.kept, plan.window)
             wrong = differences(module, passes, modules)
         except (NotUnderstood, AssertionError, RuntimeError) as error:
             wrong = [_first_line(error)]
@@ -188,12 +277,13 @@ def _quickest_first(
     return [*alike, *(one for one in ranked if one[1].estimate.peak(calls) > most)]
 
 
-def _most_kept(request: Request, candidates: list[Candidate]) -> float:
+def _most_kept(request: Request, candidates: list[Candidate], joint: Joint | None) -> float:
     """Inductor reorders, so that its true peak is not quite the estimated one. What lies between
-    the passes is the same whoever runs them: nobody keeps more than torch would."""
+    the passes is the same whoever runs them: of one joint graph nobody keeps more than torch
+    would."""
     if request.settings.get("compiler") != "inductor" or request.memory.kind not in ("auto", "min"):
         return float("inf")
-    stock = (c.estimate.kept_bytes for c in candidates if c.strategy in STOCK)
+    stock = (c.estimate.kept_bytes for c in candidates if c.modules and c.joint is joint)
     return min(stock, default=float("inf"))
 
 
@@ -204,25 +294,26 @@ def _failed(candidates: list[Candidate], refused: list[tuple[str, str]]) -> str 
 
 
 def _stock(
-    module: fx.GraphModule,
     inputs: Sequence[Any],
-    passes: Passes,
-    prices: Prices,
     request: Request,
     refused: list[tuple[str, str]],
+    joint: Joint,
     names: Sequence[str],
 ) -> list[Candidate]:
     found = []
+    module, passes = joint.module, joint.passes
     for name in names:
+        strategy = joint.strategy(name)
         try:
             modules = _partitioned(STOCK[name], module, inputs, passes.forward_outputs, request)
             # torch's min-cut reads a buffer again after the forward pass has written to it (2.13)
             if wrong := differences(module, passes, modules):
-                refused.append((name, f"not the same computation: {wrong[0]}"))
+                refused.append((strategy, f"not the same computation: {wrong[0]}"))
                 continue
-            found.append(Candidate(name, _simulated(modules, passes, prices), modules))
+            estimate = _with_gates(_simulated(modules, passes, joint.prices), joint)
+            found.append(Candidate(strategy, estimate, modules, joint=joint))
         except (NotUnderstood, AssertionError, RuntimeError) as error:
-            refused.append((name, _first_line(error)))
+            refused.append((strategy, _first_line(error)))
     return found
 
 

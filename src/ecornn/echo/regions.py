@@ -28,16 +28,24 @@ from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
 from ecornn.echo.lean.needs import missing
+from ecornn.echo.lean.ours import told_of_own
 from ecornn.echo.lean.worth import NEARLY_FREE, Priced, Shares
 from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
 from ecornn.echo.options import Memory, Options
 from ecornn.echo.own_checkpoints import OwnCheckpoints
-from ecornn.echo.parts import SELDOM, called_often, runs_untraced_layers, traceable
+from ecornn.echo.parts import (
+    SELDOM,
+    called_often,
+    has_free_layers,
+    runs_untraced_layers,
+    traceable,
+)
 from ecornn.echo.rehearse import rehearsed
 from ecornn.echo.report import GraphReport
 from ecornn.echo.starts import Beginnings
 from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
 from ecornn.echo.twin import alone, device_of
+from ecornn.ops.keeping import keeping_states_alone
 
 
 class Regions:
@@ -99,7 +107,7 @@ class Regions:
             return self.model(*args, **kwargs)
         functions = LeanFunctions(self.replaced, again=self._again)
         try:
-            with functions:
+            with functions, keeping_states_alone(self._states_alone):
                 return self.model(*args, **kwargs)
         finally:
             functions.end_of_call()
@@ -110,6 +118,14 @@ class Regions:
         if self.lean == "layers" or self.options.memory.kind == "min":
             return EVERY_CALL
         return self._nearly_free if self.step is None else self.step.way.again
+
+    @property
+    def _states_alone(self) -> bool:
+        """Do layers of this package around the parts keep no gates, unless they were told to?"""
+        if not self.lean:
+            return False
+        least = self.options.memory.kind == "min"
+        return least if self.step is None else self.step.way.states_alone
 
     def _plan_for_budget(self, args: Any, kwargs: Any) -> None:
         """A budget is one of the whole step. It is planned when a call asks for gradients, before
@@ -130,6 +146,7 @@ class Regions:
                 functions=self._assumed if self.lean else None,
                 every=self.lean == "layers",
                 starts=self.beginnings.of_call(self.model),
+                own=bool(self.lean) and has_free_layers(self.model, calls),
             )
             self.step, self.first_call = within_budget(asked), call
             self.calls = {path: calls[path] for path in self.step.way.parts}
@@ -239,7 +256,8 @@ class Regions:
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
         functions = self._assumed(self._again) if self.lean else None
         first = self.beginnings.of_call(self.model)
-        return rehearsed(self.model, self.first_call, parts, functions, first)
+        with keeping_states_alone(self._states_alone):
+            return rehearsed(self.model, self.first_call, parts, functions, first)
 
     @property
     def _private(self) -> bool:
@@ -275,8 +293,18 @@ class Regions:
         rest = self.replaced.told() if self.lean else [unlean]
         if self.lean and self.replaced.latest_able:
             rest.append(self._told_of_layers())
+        rest += self._told_of_own_layers()
         budget = [] if self.step is None else [self.step.told()]
         return [*found, *budget, "the rest of the model runs as it is written", *rest]
+
+    def _told_of_own_layers(self) -> list[str]:
+        if self.options.memory.kind == "min" and self.lean:
+            why = "as little memory as can be was asked for"
+        elif self.step is not None and self.lean:
+            why = "the step did not fit" if self._states_alone else "the step fits with them"
+        else:
+            why = "as it does by itself"
+        return told_of_own(self.shares.own, self.calls or (), self._states_alone, why)
 
     def _told_of_layers(self) -> str:
         able, again = self.replaced.latest_able, self.replaced.latest_again

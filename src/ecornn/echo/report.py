@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,9 @@ from functools import partial
 
 from torch import fx
 
+from ecornn.echo.keep_told import RecurrentLayer, layers_of
 from ecornn.echo.options import Memory
+from ecornn.echo.origins import module_path, source_line
 from ecornn.echo.pipeline import Candidate, Decision
 from ecornn.echo.plan.groups import run_again
 from ecornn.echo.schedule import backward_program, saved
@@ -79,6 +80,8 @@ class GraphReport:
     limit_seconds: float = 0.0
     step_seconds: float = 0.0
     values: list[Value] = field(default_factory=list)
+    #: Layers of this package that are traced as operators, and what they keep.
+    recurrent: list[RecurrentLayer] = field(default_factory=list)
     foretold: Foretold | None = None
     #: Why it is None, or says nothing of the backward pass.
     not_foretold: str | None = "not compiled yet"
@@ -119,8 +122,8 @@ class GraphReport:
         self.chosen = _choice(decision.chosen, calls)
         self.candidates = [_choice(candidate, calls) for candidate in decision.candidates]
         self.keep_all = next((c for c in self.candidates if c.strategy == "keep all"), None)
-        assert decision.prices is not None
-        self.step_seconds = decision.prices.step_seconds
+        self.step_seconds = decision.step_seconds
+        self.recurrent = layers_of(joint, decision)
         if self.codegen == "eager":
             self.foretold, self.not_foretold = _of_operators(decision), None
         self.values = _values(joint, decision)
@@ -239,28 +242,3 @@ def _why(kind: str, kept: bool, held: bool, again: bool, ours: bool) -> str:
             "opaque": "not known to give the same when it is run again",
         }.get(kind, "no larger than what it would be made of again" if ours else "torch keeps it")
     return "made again from smaller or shared results" if again else "torch makes it again"
-
-
-def module_path(node: fx.Node) -> str:
-    """Such as "decoder.attention"; "" for what was compiled itself."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = [value[0] if isinstance(value, tuple) else str(value) for value in stack.values()]
-    return _plain(paths[-1]) if paths else ""
-
-
-def _plain(path: str) -> str:
-    """Without how dynamo reached the model: `L['self']._modules['a'].b` is `a.b`."""
-    path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
-    path = re.sub(r"^L\['[^']*'\]", "", path)
-    return ".".join(p for p in path.split(".") if p not in ("", "__self__", "_orig_mod"))
-
-
-def source_line(node: fx.Node) -> str:
-    """The last line of the user's code that led to a node."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    files = [k for k, line in enumerate(lines) if line.startswith("File ")]
-    if not files:
-        return ""
-    last = files[-1]
-    code = lines[last + 1] if last + 1 < len(lines) else ""
-    return f"{lines[last].removeprefix('File ')}: {code}"

@@ -1,10 +1,11 @@
-"""A budget for a whole step of a divided model: how its parts are planned, and which of its
-recurrent layers are run again, so that the step fits.
+"""A budget for a whole step of a divided model: how its parts are planned, which of its recurrent
+layers are run again, and what those of this package keep, so that the step fits.
 
 Each way to run the step that is considered is rehearsed (`rehearse.py`), with the very code that
 would be generated for its parts. Where the model as it is written fits, parts are planned for the
-least time. Elsewhere they take what is nearly free first; then layers are run again, the fewest
-that are found to be enough; and where all layers are not, parts spend more time as well.
+least time. Elsewhere they take what is nearly free first; then layers of this package make their
+gates again; then those of torch are run again, the fewest that are found to be enough; and where
+all layers are not, parts spend more time as well.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ TIGHTENINGS = 2
 class Asked:
     """What is asked for: `paths` of the parts that are compiled, by `backend_of` for a part and its
     memory; `functions` that are replaced, by the places of layers that are run again, None if none
-    is; `every`: all layers are run again, whatever fits; `starts`: by path, see `Starts`."""
+    is; `every`: all layers are run again, whatever fits; `starts`: by path, see `Starts`; `own`:
+    some layers of this package outside these parts may keep less."""
 
     model: nn.Module
     call: ModelCall
@@ -51,17 +53,20 @@ class Asked:
     functions: Callable[[Container[int]], Functions] | None
     every: bool
     starts: Mapping[str, Places]
+    own: bool = False
 
 
 @dataclass(frozen=True)
 class Way:
     """A way to run a step: how its parts are planned, or run as they are written where they are not
-    named here, and which calls of layers are run again; and what it is found to hold."""
+    named here, which calls of layers are run again, and whether those of this package keep their
+    states alone; and what it is found to hold."""
 
     parts: Mapping[str, Memory]
     graphs: Mapping[str, Sequence[GraphReport]]
     again: Container[int]
     found: Rehearsed
+    states_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ def _if_it_can_be(
 
 def _way(asked: Asked, parts: Mapping[str, Memory], room: int, *, with_layers: bool = True) -> Way:
     """With parts planned so, and as few layers run again as fit, or all that there are. Without
-    `with_layers` none is, whatever fits, unless all are anyway."""
+    `with_layers` none is, whatever fits, unless all are anyway, and none keeps less."""
     backends = {path: asked.backend_of(path, memory) for path, memory in parts.items()}
     compiled = {
         path: Part(_compiling(backend), asked.starts.get(path), backend.common)
@@ -177,13 +182,13 @@ def _way(asked: Asked, parts: Mapping[str, Memory], room: int, *, with_layers: b
     }
     graphs = {path: backend.report.graphs for path, backend in backends.items()}
     with rehearsal_of(asked.model, asked.call, compiled) as rehearsal:
-        layers = LayerChoice(rehearsal, asked.functions, room)
+        layers = LayerChoice(rehearsal, asked.functions, room, own=asked.own and with_layers)
         if asked.every or not with_layers:
             again = EVERY_CALL if asked.every else NO_CALL
-            found = layers.rehearsed(again)
+            found = layers.with_states_if_needed(again)
         else:
             again, found = layers.chosen()
-    return Way(parts, graphs, again, found)
+    return Way(parts, graphs, again, found, layers.states_alone)
 
 
 def _compiling(backend: EchoBackend) -> Find:

@@ -103,6 +103,8 @@ class Work:
     flops: int = 0  # torch's own count where it has one, otherwise one an element written
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    #: An operator that is not torch's has declared `flops`, as those of products.
+    declared: bool = False
 
 
 NOTHING = Work()
@@ -117,13 +119,16 @@ def work_of(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     first = next((t for t in (*read, *written) if t.dtype.is_floating_point), None)
     first = first or next(iter((*read, *written)), None)
     elements = sum(t.bytes // t.dtype.itemsize for t in written)
+    flops = _counted(target, args, kwargs, result)
+    foreign = getattr(target, "namespace", "aten") not in ("aten", "prims")
     return Work(
         call,
         sum(t.bytes for t in read),
         sum(t.bytes for t in written),
-        _counted(target, args, kwargs, result) or elements,
+        flops or elements,
         first.dtype if first else None,
         first.device if first else None,
+        bool(flops) and foreign,
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.backends.registry import BACKENDS
 from ecornn.nn import checks
-from ecornn.nn.compiling import Traceable, let_dynamo_trace
+from ecornn.nn.compiling import let_dynamo_trace
 from ecornn.nn.packing import pack, pad
 from ecornn.nn.plain import plain_call, run_plain, run_plain_with_lengths
 from ecornn.nn.stack import (
@@ -31,6 +31,7 @@ from ecornn.nn.stack import (
 )
 from ecornn.nn.weights import add_norms, reset_norms, weight_names
 from ecornn.ops.checks import check_lengths_within
+from ecornn.ops.keeping import TracedAsOperators
 from ecornn.ops.transforms import forward_mode_active, transforms_active, vmap_active
 from ecornn.planner import ExecutionPlan
 from ecornn.spec import weight_layout
@@ -71,7 +72,7 @@ class Made(NamedTuple):
     state_sizes: tuple[int, ...]  # of h and, for an LSTM, of c
 
 
-class RecurrentLayer(Traceable, torch.nn.RNNBase):
+class RecurrentLayer(TracedAsOperators, torch.nn.RNNBase):
     """Mixed into torch.nn's LSTM, GRU and RNN; replaces their forward pass."""
 
     def __init__(

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 
 from ecornn.nn import stack
-
-
-class Traceable:
-    """Marks the layers whose forward pass Dynamo may trace."""
+from ecornn.ops.keeping import TracedAsOperators
 
 
 @cache
@@ -34,7 +31,7 @@ def let_dynamo_trace() -> None:
 
     @wraps(wrap)
     def wrap_module(self: Any, value: torch.nn.Module) -> Any:
-        if not isinstance(value, Traceable):
+        if not isinstance(value, TracedAsOperators):
             return wrap(self, value)
         with torch._dynamo.config.patch(allow_rnn=True):
             return wrap(self, value)

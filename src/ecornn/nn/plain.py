@@ -35,6 +35,7 @@ from ecornn.nn.stack import (
 )
 from ecornn.ops.checks import check_lengths_within
 from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
+from ecornn.ops.keeping import states_alone
 from ecornn.ops.transforms import transforms_active
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def _key(
     return (
         *(made.cell, made.layout, layer.input_size, layer.hidden_size, x.shape, x.dtype),
         *(x.get_device(), numbers_of(x.dtype), call.needs_grad, captured, lengths, call.layers),
-        *(call.dropout > 0, layer.backend, layer.keep),
+        *(call.dropout > 0, layer.backend, layer.keep, states_alone()),
     )
 
 

@@ -22,6 +22,7 @@ from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.reference.problem import working_dtype
 from ecornn.nn.overlapped import StackRoute, stack_route
 from ecornn.ops.direct import run_directly
+from ecornn.ops.keeping import keeps_gates
 from ecornn.ops.native import (
     cudnn_differentiable_again,
     differentiable_again,
@@ -300,15 +301,9 @@ _BY_REFERENCE = ExecutionPlan(
 FEW_STEPS = 8
 
 
-#: Gates of a layer and direction that take no more than this are kept where the choice is free:
-#: computing them anew made a training step over a third longer (keep=states beside keep=gates in
-#: benchmarks/results/rnn-h200.json), and a GPU has hundreds of times as much.
-FEW_BYTES = 256 << 20
-
-
 def is_roomy(x_TBI: Tensor, hidden: int) -> bool:
     steps, batch = x_TBI.shape[:2]
-    return x_TBI.is_cuda and 4 * hidden * steps * batch * x_TBI.element_size() <= FEW_BYTES
+    return x_TBI.is_cuda and keeps_gates(4 * hidden * steps * batch * x_TBI.element_size())
 
 
 #: Up to so many steps a call's cost on the host is not hidden behind the GPU's work.

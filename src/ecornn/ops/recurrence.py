@@ -3,7 +3,8 @@
 The operator takes the layer's input and weights rather than finished gate inputs: only so can a
 backend form the gates piece by piece and recompute them in the backward pass, instead of keeping
 4·T·B·H of them. The plan arrives as constants (`backend`, `keep`), so that a tracer sees one
-deterministic node with known output sizes.
+deterministic node with known output sizes. Where nobody asked for one, `keep` is "auto" in a traced
+graph: the states are kept, unless whoever compiles it puts another mode there, in both operators.
 
 Outputs that a cell does not have (c_n of a GRU), or that were not asked for, are empty tensors.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ecornn.backends.protocol import (
     BackwardRequest,
@@ -30,6 +32,7 @@ from ecornn.kernels.reference import DirectionWeights
 from ecornn.ops.batching import SAMPLES, vmap_backward, vmap_forward
 from ecornn.ops.checks import check_lengths_within
 from ecornn.ops.higher_order import SecondDerivative
+from ecornn.ops.keeping import backward_flops_of, flops_of, gate_shapes, settled
 from ecornn.ops.transforms import through_transforms, transforms_active
 
 _CALL = (
@@ -79,7 +82,7 @@ def read_call(
         reset_to,
         after_end,
         cell_states,
-        keep,
+        settled(keep),
     )
 
 
@@ -138,20 +141,14 @@ def _(*args: Any) -> Outputs:
     steps, batch = x.shape[0], x.shape[1]
     hidden = h0.shape[-1] if c0 is None else c0.shape[-1]
     lstm = call.cell == "lstm"
-    kept: list[Tensor] = []
-    if call.keep == "gates":
-        stored = 4 * hidden if call.cell in ("lstm", "gru") else hidden
-        kept = [x.new_empty(steps, batch, stored) for _ in call.weights]
-        if call.weights[0].norm_hh is not None:
-            rows = call.weights[0].w_hh.shape[0]
-            kept += [x.new_empty(steps, batch, rows) for _ in call.weights]
+    shapes = gate_shapes(call) if call.keep == "gates" else []
     with_cells = lstm and (call.cell_states or call.keep != "none")
     return (
         x.new_empty(steps, batch, call.directions * h0.shape[-1]),
         x.new_empty(h0.shape),
         x.new_empty(c0.shape) if c0 is not None else x.new_empty(0),
         x.new_empty(steps, batch, call.directions * hidden) if with_cells else x.new_empty(0),
-        kept,
+        [x.new_empty(shape) for shape in shapes],
     )
 
 
@@ -212,6 +209,16 @@ def _(*args: Any) -> list[Tensor]:
         ),
         x,
     )
+
+
+@register_flop_formula(torch.ops.ecornn.recurrence, get_raw=True)
+def _(*args: Any, out_val: Any = None, **_: Any) -> int:
+    return flops_of(read_call(*args))
+
+
+@register_flop_formula(torch.ops.ecornn.recurrence_backward, get_raw=True)
+def _(*args: Any, out_val: Any = None, **_: Any) -> int:
+    return backward_flops_of(read_call(*args[SAMPLES + 1 :]), args[-2])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:

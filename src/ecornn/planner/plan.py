@@ -13,7 +13,8 @@ from ecornn.spec import RnnSpec
 class ExecutionPlan:
     spec: RnnSpec
     backend: str
-    #: What the operator keeps for the backward pass: "none", "states" or "gates".
+    #: What the operator keeps for the backward pass: "none", "states" or "gates"; or "auto", of a
+    #: traced call for which nothing was asked: whoever compiles it chooses.
     keep: str
     #: "network": the whole stack in one call that autograd sees through; "layer": one call a
     #: layer; "direct": the same, by a backend with a backward pass of its own; "operator": one
@@ -30,6 +31,7 @@ class ExecutionPlan:
             "none": "nothing is kept by the operator",
             "states": "the states are kept, the gates recomputed",
             "gates": "the gates are kept",
+            "auto": "the states are kept, the gates too if the compiler chooses so",
         }[self.keep]
         if self.backend == "aten" and spec.needs_grad:
             kept = "what torch's kernels need is kept"

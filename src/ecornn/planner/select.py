@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ecornn.backends.protocol import Backend, Rejection
-from ecornn.backends.registry import BACKENDS
+from ecornn.backends.registry import BACKENDS, by_name
 from ecornn.errors import NoBackend
 from ecornn.planner.plan import ExecutionPlan
 from ecornn.spec import RnnSpec
@@ -20,7 +22,7 @@ def plan(spec: RnnSpec) -> ExecutionPlan:
             return ExecutionPlan(
                 spec,
                 backend.name,
-                backend.keeps(spec),
+                "auto" if _left_open(backend, spec) else backend.keeps(spec),
                 _scope(backend, spec),
                 _reason(spec, rejections),
                 tuple(rejections),
@@ -45,6 +47,21 @@ def _reason(spec: RnnSpec, rejections: list[Rejection]) -> str:
     if not rejections:
         return "first in order, and it can do all that is asked"
     return "first in order that can do all that is asked"
+
+
+def _left_open(backend: Backend, spec: RnnSpec) -> bool:
+    """Whether a compiler may choose what is kept: nothing was asked, and the backend can do
+    either. A layer that is not traced is called by nobody who could."""
+    if spec.keep != AUTO or not spec.traced:
+        return False
+    modes = ("states", "gates")
+    return all(backend.keeps(replace(spec, keep=mode)) == mode for mode in modes)
+
+
+def keeps_gates_unasked(backend: str, cell: str) -> bool:
+    """Whether a backend keeps gates of which there are few, where the choice is free."""
+    roomy = RnnSpec(cell, 0, 0, needs_grad=True, roomy=True)
+    return by_name(backend).keeps(roomy) == "gates"
 
 
 def _scope(backend: Backend, spec: RnnSpec) -> str:

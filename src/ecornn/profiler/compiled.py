@@ -123,7 +123,7 @@ def _content(cell: Any) -> Any:
 
 
 def _of_graph(module: fx.GraphModule) -> list[Value]:
-    from ecornn.echo.report import module_path
+    from ecornn.echo.origins import module_path
 
     found = []
     (output,) = module.graph.find_nodes(op="output")

@@ -62,7 +62,8 @@ class CostModel:
                 return Figure(found, "measured")
             reason = found
         machine = self._machine(operation.work.device)
-        seconds = machine.seconds(operation.work, product=operation.kind == "product")
+        product = operation.kind == "product" or operation.work.declared
+        seconds = machine.seconds(operation.work, product=product)
         return Figure(seconds, "roofline", f"{machine.name}, {machine.source}; {reason}")
 
     def _machine(self, device: torch.device | None) -> Machine:

@@ -17,7 +17,8 @@ from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.graph import PRODUCTS
 from ecornn.echo.lean import layers
-from ecornn.echo.parts import within
+from ecornn.echo.lean.ours import OwnCall, own_call
+from ecornn.echo.parts import is_free_to_choose, within
 from ecornn.echo.work import Work, work_of
 
 #: Of the estimated time of the step as it is written. More than the 2 % that a compiled part may
@@ -43,12 +44,13 @@ class LayerCall:
 
 @dataclass
 class Shares:
-    """Seconds of a forward pass: of all of it, of its calls of recurrent layers, in order, and, by
-    path, of each of the model's parts."""
+    """Seconds of a forward pass: of all of it, of its calls of recurrent layers of torch, in order,
+    and, by path, of each of the model's parts. `own`: calls of layers of this package."""
 
     seconds: float = 0.0
     layers: list[LayerCall] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
+    own: list[OwnCall] = field(default_factory=list)
 
     def layers_outside(self, paths: Collection[str]) -> list[LayerCall]:
         """By their places: those within compiled parts are nobody's to run again."""
@@ -95,18 +97,25 @@ class Priced(WithoutNumbers):
     def __init__(self) -> None:
         super().__init__()
         self.shares = Shares()
+        #: Paths of the parts that are being called, the innermost last; and of those that are
+        #: recurrent layers of this package and free to choose what they keep.
+        self._inside: list[str] = [""]
+        self._free: set[str] = set()
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
+        if self._inside[-1] in self._free:
+            own = own_call(self._inside[-1], func, args)
+            self.shares.own += [] if own is None else [own]
         if not func.is_view:
             work = work_of(func, tuple(args), dict(kwargs), result)
-            product = func.overloadpacket.__name__ in PRODUCTS
+            product = func.overloadpacket.__name__ in PRODUCTS or work.declared
             self.shares.seconds += machine_of(work.device).seconds(work, product=product)
 
     @contextmanager
     def parts_of(self, model: nn.Module) -> Iterator[None]:
         """Parts are priced with all that they call, recurrent layers among it."""
         began: list[float] = []
-        inside: list[str] = [""]
+        inside = self._inside
 
         def enter_of(path: str) -> Callable[..., None]:
             def enter(*_: Any) -> None:
@@ -124,6 +133,7 @@ class Priced(WithoutNumbers):
             return leave
 
         parts = [(path, part) for path, part in model.named_modules() if path]
+        self._free = {path for path, part in parts if is_free_to_choose(part)}
         hooks = [part.register_forward_pre_hook(enter_of(path)) for path, part in parts]
         hooks += [part.register_forward_hook(leave_of(path)) for path, part in parts]
         try:

@@ -69,15 +69,17 @@ def plans_for(
     calls: int,
     keep_all_peak: int = 0,
     beside_s: float = 0.0,
+    limits: Limits | None = None,
 ) -> tuple[list[Found], Limits]:
     """Plans that were estimated, and the limits that were meant. `keep_all_peak`: of torch's
     own way to keep all, if that was tried; ours keeps every result that is read, which is more.
-    `beside_s`: seconds that a step takes elsewhere."""
+    `beside_s`: seconds that a step takes elsewhere. `limits`: where they are known already, from
+    another graph of the same computation."""
     search = Search(passes, prices, calls, BEST_FOR_LEAST if memory.kind == "min" else BEST)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
     most = keep_all_peak or search.peak(keep_all)
-    limits = limits_of(memory, passes, most, prices.step_seconds, beside_s)
+    limits = limits or limits_of(memory, passes, most, prices.step_seconds, beside_s)
     in_vain: set[Key] = set()
     # the best few of the families, with as many of their groups as the limits call for
     for one in search.best():
