@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,15 @@ from ecornn.bench.training.contenders import (
     BUDGETS,
     CHECKPOINT,
     COMPILE,
+    CONVERTED,
     EAGER,
+    ECHO_CONVERTED,
     ECHO_MIN,
     UNROLLED,
+    Contender,
     replayed,
 )
+from ecornn.nn.base import RecurrentLayer
 
 MODELS = sorted(TASKS)
 
@@ -54,6 +59,26 @@ def test_checkpoints_give_eager_s_gradients_to_the_bit(model: str) -> None:
     assert found.error == 0
     # running statistics are moved again by the blocks that run again
     assert (found.state_error > 0) == (model in ("speech", "resnet50"))
+
+
+@pytest.mark.parametrize("model", ["nmt", "lstm-lm", "speech"])
+@pytest.mark.parametrize("contender", [CONVERTED, replace(ECHO_CONVERTED, codegen="eager")])
+def test_models_with_layers_of_ours_have_eager_s_gradients(
+    model: str, contender: Contender
+) -> None:
+    torch._dynamo.reset()
+    step, eager = (build(one, tiny(model), "cpu") for one in (contender, EAGER))
+    ours = [m for m in step.model.modules() if isinstance(m, RecurrentLayer)]
+    assert ours
+    assert not any(isinstance(m, RecurrentLayer) for m in eager.model.modules())
+    assert compare_with_eager(step, eager, seed=5).error < 1e-5
+    assert contender.is_ours
+    assert contender.draws_as_eager
+
+
+def test_a_model_without_recurrent_layers_is_not_converted() -> None:
+    with pytest.raises(NotMeasurable, match="no recurrent layer"):
+        build(CONVERTED, tiny("resnet50"), "cpu")
 
 
 def test_a_block_is_run_again_for_the_backward_pass() -> None:

@@ -16,6 +16,7 @@ from ecornn.bench.models.tasks import matching
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import Contender
 from ecornn.errors import EcornnError
+from ecornn.nn.convert import REPLACEMENTS
 
 
 class NotMeasurable(EcornnError, RuntimeError):
@@ -32,6 +33,8 @@ def build(contender: Contender, case: ModelCase, device: str, batch: int | None 
         device=device,
         capturable=contender.graph,
     )
+    if contender.converted:
+        _convert(step)
     if contender.kind == "checkpoint":
         _checkpoint(step, graph=contender.graph)
     elif contender.kind == "compile":
@@ -39,6 +42,12 @@ def build(contender: Contender, case: ModelCase, device: str, batch: int | None 
     elif contender.kind == "echo":
         step.run = ecornn.compile(step.model, memory=contender.memory, codegen=contender.codegen)
     return step
+
+
+def _convert(step: Step) -> None:
+    if not any(type(module) in REPLACEMENTS for module in step.model.modules()):
+        raise NotMeasurable("the model has no recurrent layer")
+    ecornn.convert(step.model)
 
 
 def _checkpoint(step: Step, *, graph: bool) -> None:

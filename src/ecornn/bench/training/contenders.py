@@ -9,6 +9,8 @@
 - `echo`, `echo memory=min`, `echo memory=0.5`, `echo memory=0.6`, `echo memory=0.9`:
   `ecornn.compile`, with the default memory, the smallest, and, where they are named, such a part of
   what is held beside weights and batch when all is kept;
+- `converted`, `echo converted`: the model, and `echo`, after `ecornn.convert`: its recurrent layers
+  are ours; where they are named;
 - `ecornn.profiler`: the memory profiler's own figures, in a benchmark of their own;
 - `…+graph`: the whole step, optimizer included, replayed from a CUDA graph.
 """
@@ -26,8 +28,8 @@ GRAPH = "+graph"
 
 @dataclass(frozen=True)
 class Contender:
-    """`kind`: "eager", "checkpoint", "compile", "echo" or "profiler". `memory` and `codegen` are
-    Echo's."""
+    """`kind`: "eager", "checkpoint", "compile", "echo", "layers" or "profiler". `memory` and
+    `codegen` are Echo's. `converted`: with layers of ours."""
 
     name: str
     kind: str
@@ -37,10 +39,11 @@ class Contender:
     unrolled: bool = False
     memory: str | float = "auto"
     codegen: str = "inductor"
+    converted: bool = False
 
     @property
     def is_ours(self) -> bool:
-        return self.kind in ("echo", "profiler")
+        return self.kind in ("echo", "layers", "profiler")
 
     @property
     def compiles(self) -> bool:
@@ -49,7 +52,9 @@ class Contender:
     @property
     def draws_as_eager(self) -> bool:
         """Dropout's masks are eager's at equal seeds; inductor makes its own."""
-        return self.kind in ("eager", "checkpoint") or (self.is_ours and self.codegen == "eager")
+        return self.kind in ("eager", "checkpoint", "layers") or (
+            self.is_ours and self.codegen == "eager"
+        )
 
 
 def replayed(contender: Contender) -> Contender:
@@ -69,6 +74,8 @@ ECHO_WITHIN = tuple(Contender(f"echo memory={m:g}", "echo", memory=m) for m in (
 #: Runs torch's own kernels in the order of the model: bitwise equal to it.
 ECHO_EAGER = Contender("echo codegen=eager", "echo", codegen="eager")
 ECHO_EAGER_MIN = Contender("echo memory=min codegen=eager", "echo", memory="min", codegen="eager")
+CONVERTED = Contender("converted", "layers", converted=True)
+ECHO_CONVERTED = Contender("echo converted", "echo", converted=True)
 PROFILER = Contender("ecornn.profiler", "profiler")
 
 #: By part, the most telling first.
@@ -101,7 +108,12 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
     PROFILED: (PROFILER,),
 }
 
-NAMED_ONLY = (UNROLLED, *ECHO_WITHIN)
+NAMED_ONLY = (
+    UNROLLED,
+    *ECHO_WITHIN,
+    *(CONVERTED, replayed(CONVERTED)),
+    *(ECHO_CONVERTED, replayed(ECHO_CONVERTED)),
+)
 ALL = {c.name: c for c in (*(c for part in CONTENDERS.values() for c in part), *NAMED_ONLY)}
 
 

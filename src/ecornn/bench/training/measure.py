@@ -133,7 +133,7 @@ class Measurement:
         self.metrics["samples_per_s"] = step.samples / found.median_s
         if not self.contender.graph:  # a graph's was counted when it was captured
             self.metrics["peak_bytes"] = peak_bytes(step)
-        if self.contender.is_ours:
+        if self.contender.kind == "echo":
             predicted = predicted_peak(step)
             known = isinstance(predicted, int)
             self.metrics["predicted_peak_bytes" if known else "peak_not_predicted"] = predicted

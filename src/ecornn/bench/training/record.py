@@ -30,6 +30,7 @@ BENCHMARK = "echo"
 ASSUMED_PREPARE_S = {
     "eager": 12.0,
     "checkpoint": 12.0,
+    "layers": 20.0,
     "compile": 40.0,
     "echo": 40.0,
     "profiler": 60.0,
