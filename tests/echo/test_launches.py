@@ -121,3 +121,52 @@ def test_what_is_not_known_is_left_alone() -> None:
     assert launch_directly(SimpleNamespace(compiled_fn_runner=None)) == 0
     bare = SimpleNamespace(compiled_fn_runner=SimpleNamespace(call=len))
     assert launch_directly(bare) == 0
+
+
+class StaticallyLaunchedCudaKernel:
+    """Stands for torch's, of the same name."""
+
+    function: int | None = 11
+    num_warps, shared, arg_tys = 4, 128, "OOi"
+    has_global_scratch = has_profile_scratch = False
+
+    def __init__(self, **differing: Any) -> None:
+        self.launched: list[Any] = []
+        self.asked = 0
+        self.C_impl = SimpleNamespace(_launch_kernel=lambda *given: self.launched.append(given))
+        self.__dict__.update(differing)
+
+    def run(self, x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        self.asked += 1
+        given = (self.function, x, y, z, self.num_warps, self.shared, self.arg_tys, args, stream)
+        self.C_impl._launch_kernel(*given)
+
+
+def launched_by(kernel: Any) -> Compiled:
+    names: dict[str, Any] = {"runner": kernel.run}
+    exec("def launcher(a, b, n, stream):\n    runner(-(n // -8), 1, 1, stream, a, b, n)", names)
+    launcher = names["launcher"]
+    launcher.store_cubin = False
+    compiled = Compiled(kernel=CachingAutotuner(launchers=[launcher]))
+    assert launch_directly(compiled) == 1
+    return compiled
+
+
+def test_a_kernel_that_takes_no_scratch_is_launched_as_it_would_launch_itself() -> None:
+    kernel, x = StaticallyLaunchedCudaKernel(), torch.zeros(2)
+    compiled = launched_by(kernel)
+    for _ in range(2):
+        compiled([x, x, 20])
+    kernel.run(3, 1, 1, 7, x, x, 20)
+    assert kernel.asked == 1
+    assert [str(one) for one in kernel.launched] == [str(kernel.launched[-1])] * 3
+
+
+@pytest.mark.parametrize(
+    "differing", [{"has_global_scratch": True}, {"has_profile_scratch": True}, {"function": None}]
+)
+def test_a_kernel_that_has_more_to_do_launches_itself(differing: dict[str, Any]) -> None:
+    kernel, x = StaticallyLaunchedCudaKernel(**differing), torch.zeros(2)
+    launched_by(kernel)([x, x, 20])
+    assert kernel.asked == 1
+    assert len(kernel.launched) == 1

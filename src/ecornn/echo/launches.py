@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd import profiler
 
 #: Calls that ask everything.
@@ -50,13 +51,36 @@ class _Launch:
     __slots__ = ("run",)
 
     def __init__(self, tuner: Any, launcher: Callable[..., Any]) -> None:
-        def run(*args: Any, **named: Any) -> Any:
+        def run(*args: Any, stream: Any, **named: Any) -> Any:
             # beside the stream nothing is named, but for kernels that were written by hand
-            if profiler._is_profiler_enabled or len(named) != 1:
-                return tuner.run(*args, **named)
-            return launcher(*args, **named)
+            if named or profiler._is_profiler_enabled:
+                return tuner.run(*args, stream=stream, **named)
+            return launcher(*args, stream=stream)
 
         self.run = run
+
+
+def _without_questions(launcher: Callable[..., Any]) -> None:
+    """What a launcher of torch's calls asks at each launch for which GPU it was made and whether
+    its kernel takes scratch memory. Where neither is so, it is what does the launch: on one machine
+    0.55 µs of Python a launch instead of 1.27, with the questions of `_Launch` that were asked
+    before."""
+    names: dict[str, Any] = getattr(launcher, "__globals__", {})
+    kernel: Any = getattr(names.get("runner"), "__self__", None)
+    if type(kernel).__name__ != "StaticallyLaunchedCudaKernel" or torch.version.hip is not None:
+        return
+    asked = ("function", "num_warps", "shared", "arg_tys", "has_global_scratch")
+    if not all(hasattr(kernel, name) for name in (*asked, "has_profile_scratch", "C_impl")):
+        return
+    if kernel.function is None or kernel.has_global_scratch or kernel.has_profile_scratch:
+        return
+    launch, function, types = kernel.C_impl._launch_kernel, kernel.function, kernel.arg_tys
+    warps, shared = kernel.num_warps, kernel.shared
+
+    def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        launch(function, x, y, z, warps, shared, types, args, stream)
+
+    names["runner"] = run
 
 
 def _direct(value: Any) -> _Launch | None:
@@ -71,4 +95,5 @@ def _direct(value: Any) -> _Launch | None:
     launcher, meta = launchers[0], getattr(value, "inductor_meta", None) or {}
     if getattr(launcher, "store_cubin", True) or meta.get("coordinate_descent_tuning", False):
         return None
+    _without_questions(launcher)
     return _Launch(value, launcher)
