@@ -10,11 +10,13 @@ import torch
 
 from ecornn.backends.aten_layer import run_layer
 from ecornn.backends.protocol import (
+    NOT_KNOWN,
     BackwardRequest,
     CallGrads,
     LayerCall,
     LayerResult,
     ResultGrads,
+    Scratch,
     present,
 )
 from ecornn.backends.samples import sample_by_sample
@@ -59,6 +61,9 @@ class Aten:
     def forward(self, call: LayerCall) -> LayerResult:
         with torch.no_grad(), torch.autocast(call.input_TBI.device.type, enabled=False):
             return run_layer(call)
+
+    def scratch(self, call: LayerCall) -> Scratch:
+        return NOT_KNOWN
 
     def backward(
         self, call: LayerCall, result: LayerResult, grads: ResultGrads, ask: BackwardRequest

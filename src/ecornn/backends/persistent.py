@@ -10,12 +10,14 @@ import torch
 from ecornn.backends.persistent_backward import backward
 from ecornn.backends.persistent_calls import matching_products
 from ecornn.backends.persistent_forward import forward
+from ecornn.backends.persistent_scratch import scratch_of
 from ecornn.backends.protocol import (
     BackwardRequest,
     CallGrads,
     LayerCall,
     LayerResult,
     ResultGrads,
+    Scratch,
 )
 from ecornn.backends.samples import sample_by_sample
 from ecornn.errors import EcornnError
@@ -110,6 +112,9 @@ class Persistent:
             return sample_by_sample(self, call, result, grads, ask)
         with _prepared(call):
             return backward(call, result, grads, ask)
+
+    def scratch(self, call: LayerCall) -> Scratch:
+        return scratch_of(call)
 
 
 def _torch_could(spec: RnnSpec) -> bool:

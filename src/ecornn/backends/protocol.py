@@ -93,6 +93,17 @@ class CallGrads(NamedTuple):
     weights: list[Tensor]
 
 
+class Scratch(NamedTuple):
+    """Bytes that each pass of a call takes beside its results, and gives back."""
+
+    forward: int
+    backward: int
+
+
+#: Of kernels that are not ours, where nobody counts it.
+NOT_KNOWN = Scratch(0, 0)
+
+
 class Backend(Protocol):
     """Serves layer calls. `forward` and `backward` are opaque to autograd."""
 
@@ -119,3 +130,6 @@ class Backend(Protocol):
     def backward(
         self, call: LayerCall, result: LayerResult, grads: ResultGrads, ask: BackwardRequest
     ) -> CallGrads: ...
+
+    def scratch(self, call: LayerCall) -> Scratch:
+        """By the sizes alone: its tensors may have no numbers."""

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from ecornn.backends.protocol import (
+    NOT_KNOWN,
     BackwardRequest,
     CallGrads,
     LayerCall,
     LayerResult,
     ResultGrads,
+    Scratch,
     present,
 )
 from ecornn.kernels import reference
@@ -78,6 +80,9 @@ class Reference:
 
     def forward(self, call: LayerCall) -> LayerResult:
         return define(call)
+
+    def scratch(self, call: LayerCall) -> Scratch:
+        return NOT_KNOWN
 
     def backward(
         self, call: LayerCall, result: LayerResult, grads: ResultGrads, ask: BackwardRequest

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from ecornn.echo import ctc
 from ecornn.echo.cudnn import in_one_memory, room_of_cudnn
+from ecornn.ops.scratch import scratch_bytes
 
 aten = torch.ops.aten
 
@@ -42,6 +43,7 @@ class WithoutNumbers(FakeTensorMode):
                     result, scratch = ours(*args, **(kwargs or {}))
             else:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
+                scratch = scratch_bytes(func, args)
         finally:
             self._depth -= 1
         if not self._depth:

@@ -3,7 +3,7 @@
 What inductor fuses, reuses, reorders and gives up is written in the Python that calls its kernels.
 That Python is run here on fake tensors with kernels that do nothing: its allocations and the ends
 of its variables are the real ones, so nothing is modelled. Scratch memory inside a kernel that is
-not inductor's own (a convolution's workspace) is not seen.
+not inductor's own (a convolution's workspace) is not seen, but for that of our recurrent layers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ecornn.echo.graph import NotUnderstood, number_of_the_call
+from ecornn.ops.scratch import scratch_bytes
 
 #: Bytes to which an allocator rounds up, by type of device.
 GRAINS = {"cuda": 512}
@@ -92,6 +93,8 @@ class Ledger(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.see(leaf)
+        if scratch := scratch_bytes(func, args):
+            self.reach(self.now + scratch)
         return result
 
 

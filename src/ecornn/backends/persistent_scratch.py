@@ -1,0 +1,54 @@
+"""What the persistent backend takes beside a call's results and gives back, for whoever foretells
+memory: the buffers of `persistent_forward` and `persistent_backward`, by their sizes alone."""
+
+from __future__ import annotations
+
+from ecornn.backends.persistent_backward import recomputed_in
+from ecornn.backends.persistent_calls import padded
+from ecornn.backends.persistent_forward import forward_pieces
+from ecornn.backends.protocol import LayerCall, Scratch
+from ecornn.spec import GATES
+
+
+def scratch_of(call: LayerCall) -> Scratch:
+    """At the moment at which most is there. Small ones are left out: states between pieces of time,
+    sums of columns, copies of weights that are not aligned."""
+    return Scratch(_forward(call), _backward(call))
+
+
+def _forward(call: LayerCall) -> int:
+    """The input's share of the gates, unless it is kept, and what is exchanged where the output
+    cannot be."""
+    steps, batch, hidden, size = _sizes(call)
+    shares = 0
+    if call.keep != "gates" or call.cell == "gru":
+        rows = forward_pieces(call)[0].steps * batch
+        shares = rows * GATES[call.cell] * hidden
+    width = padded(hidden, call.input_TBI.dtype)
+    exchanged = 0 if width == hidden else steps * batch * width
+    return call.directions * (shares + exchanged) * size
+
+
+def _backward(call: LayerCall) -> int:
+    """The gates, where they are computed again, their gradients, and, of several pieces of time,
+    the weights' gradients in float32."""
+    steps, batch, hidden, size = _sizes(call)
+    stored = 4 if call.cell in ("lstm", "gru") else 1
+    again = stored == 4 and call.keep != "gates"
+    pieces = recomputed_in(call) if again else []
+    several = len(pieces) > 1
+    rows = (pieces[0].steps if again else steps) * batch
+    values = call.directions * rows * stored * hidden * (2 if again else 1)
+    width = padded(hidden, call.input_TBI.dtype)
+    if width != hidden:
+        values += call.directions * rows * GATES[call.cell] * width
+    values += rows * hidden  # the states that entered the first steps, with the initial one
+    if several and call.cell == "gru":
+        values += rows * 3 * hidden  # a product that is copied into the gates
+    sums = sum(w.w_ih.numel() + w.w_hh.numel() for w in call.weights) if several else 0
+    return values * size + sums * (4 - size)
+
+
+def _sizes(call: LayerCall) -> tuple[int, int, int, int]:
+    steps, batch = call.input_TBI.shape[:2]
+    return steps, batch, call.h0_DBR.shape[-1], call.input_TBI.element_size()

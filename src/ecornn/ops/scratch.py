@@ -1,0 +1,27 @@
+"""What the recurrence operators take while they run, for whoever counts memory without numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ecornn.backends.protocol import Scratch
+from ecornn.backends.registry import by_name
+from ecornn.ops.batching import SAMPLES
+from ecornn.ops.keeping import settled
+from ecornn.ops.recurrence import read_call, recurrence, recurrence_backward
+
+FORWARD, BACKWARD = recurrence._opoverload, recurrence_backward._opoverload
+
+
+def scratch_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Bytes that an operator, if it is one of ours, takes beside its results and gives back."""
+    if func is FORWARD:
+        return _of(args).forward
+    return _of(args[SAMPLES + 1 :]).backward if func is BACKWARD else 0
+
+
+def _of(args: Sequence[Any]) -> Scratch:
+    call = read_call(*args)
+    return by_name(args[-2]).scratch(replace(call, keep=settled(call.keep)))

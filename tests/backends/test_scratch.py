@@ -1,0 +1,95 @@
+"""The persistent backend takes what it says that it takes. Its launches do nothing here: what is
+allocated around them is the same on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ecornn.backends import persistent_backward, persistent_calls, persistent_forward
+from ecornn.backends.persistent_scratch import scratch_of
+from ecornn.backends.protocol import BackwardRequest, LayerCall, LayerResult, ResultGrads
+from ecornn.bench.training.memory import allocated_peak
+from ecornn.echo.replay import Ledger
+from ecornn.ops.recurrence import read_call, recurrence, recurrence_backward
+from ecornn.ops.scratch import scratch_bytes
+from ecornn.spec import GATES, weight_layout
+
+STEPS, BATCH, INPUTS = 120, 16, 24
+
+
+@pytest.fixture
+def _without_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (persistent_forward, persistent_backward):
+        monkeypatch.setattr(module, "launches", lambda name, call: [])
+        monkeypatch.setattr(module, "run", lambda every, arguments: None)
+    # which launches, and is for small layers alone
+    monkeypatch.setattr(persistent_backward.AtOnce, "serves", lambda *_: False)
+    # so that small sizes are cut into pieces as large ones are
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1 << 16)
+
+
+def arguments(cell: str, keep: str, directions: int, hidden: int, backend: str) -> tuple[Any, ...]:
+    rows = GATES[cell] * hidden
+    weights = []
+    for _ in range(directions):
+        weights += [torch.randn(rows, INPUTS), torch.randn(rows, hidden)]
+        weights += [torch.randn(rows), torch.randn(rows)]
+    x = torch.randn(STEPS, BATCH, INPUTS)
+    h0 = torch.zeros(directions, BATCH, hidden)
+    layout = weight_layout(cell, bias=True, projection=False, layer_norm=False)
+    c0 = h0.clone() if cell == "lstm" else None
+    nothing = (None,) * 4
+    return (x, h0, c0, weights, *nothing, cell, layout, "zero", "zeros", False, backend, keep)
+
+
+def results_of(call: LayerCall, result: LayerResult) -> int:
+    made = [result.output_TBO, result.h_n_DBR, result.c_n_DBH, result.cells_TBE, *result.kept]
+    return sum(one.nbytes for one in made if one is not None)
+
+
+@pytest.mark.usefixtures("_without_launches")
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("keep", ["states", "gates"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+def test_what_is_taken_is_what_is_said(cell: str, keep: str, directions: int) -> None:
+    call = read_call(*arguments(cell, keep, directions, 64, "persistent"))
+    said = scratch_of(call)
+    made: list[Any] = []
+    peak = allocated_peak(lambda: made.append(persistent_forward.forward(call)))
+    found = peak - results_of(call, made[0])
+    assert found == pytest.approx(said.forward, rel=0.02, abs=40_000)
+    grads = ResultGrads(torch.randn_like(made[0].output_TBO), None, None, None)
+    given = (call, made[0], grads, BackwardRequest())
+    peak = allocated_peak(lambda: made.append(persistent_backward.backward(*given)))
+    gradients = [made[1].input_TBI, made[1].h0_DBR, made[1].c0_DBH, *made[1].weights]
+    found = peak - sum(one.nbytes for one in gradients if one is not None)
+    assert found == pytest.approx(said.backward, rel=0.05, abs=40_000)
+
+
+def test_sizes_that_are_padded_are_exchanged_elsewhere() -> None:
+    whole, padded = (
+        scratch_of(read_call(*arguments("lstm", "states", 1, hidden, "persistent")))
+        for hidden in (64, 63)
+    )
+    assert padded.forward > whole.forward * 63 / 64 + STEPS * BATCH * 64 * 4 - 4096
+    assert padded.backward > whole.backward
+
+
+@pytest.mark.parametrize("keep", ["states", "gates", "auto"])
+def test_the_operators_are_counted_with_it(keep: str) -> None:
+    given = arguments("lstm", keep, 1, 64, "persistent")
+    said = scratch_of(read_call(*arguments("lstm", keep.replace("auto", "states"), 1, 64, "")))
+    assert scratch_bytes(recurrence._opoverload, given) == said.forward
+    backward = (None,) * 4 + (given[0], given[0], [], True, 1, *given)
+    assert scratch_bytes(recurrence_backward._opoverload, backward) == said.backward
+    assert scratch_bytes(torch.ops.aten.mm.default, given) == 0
+    ledger = Ledger("cpu")
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)
+        with ledger:
+            results = recurrence._opoverload(*fakes)
+    leaves = [one for one in torch.utils._pytree.tree_leaves(results) if one.numel()]
+    assert ledger.most == sum(one.nbytes for one in leaves) + said.forward
