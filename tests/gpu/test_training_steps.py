@@ -16,8 +16,10 @@ from ecornn.bench.training.cases import NAMED, ModelCase, make_case
 from ecornn.bench.training.contenders import (
     CHECKPOINT,
     COMPILE,
+    CONVERTED,
     EAGER,
     ECHO,
+    ECHO_CONVERTED,
     ECHO_EAGER,
     ECHO_MIN,
     ECHO_WITHIN,
@@ -91,6 +93,16 @@ def test_echo(contender: object, name: str) -> None:
     assert float(metrics["step_ms"]) > 0
 
 
+@pytest.mark.parametrize("name", ["nmt-50", "lstm-lm", "speech"])
+@pytest.mark.parametrize(
+    "contender", [CONVERTED, ECHO_CONVERTED, replayed(ECHO_CONVERTED)], ids=lambda c: c.name
+)
+def test_models_with_layers_of_ours(contender: object, name: str) -> None:
+    metrics = measured(make_case(name, "step", tiny=True), contender)
+    assert "failed" not in metrics
+    assert float(metrics["step_ms"]) > 0
+
+
 def test_torch_s_compiler_leaves_the_speech_model_s_loss_alone() -> None:
     """It would run cuDNN's operator on texts and sounds of no length."""
     metrics = measured(make_case("speech", "step", tiny=True), COMPILE)
@@ -111,7 +123,9 @@ def test_batch_norms_are_those_of_a_traced_graph_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("name", ["nmt-50", "lstm-lm", "speech"])
-@pytest.mark.parametrize("contender", [ECHO, ECHO_MIN, *ECHO_WITHIN[-1:]], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "contender", [ECHO, ECHO_MIN, *ECHO_WITHIN[-1:], ECHO_CONVERTED], ids=lambda c: c.name
+)
 def test_the_peak_of_a_divided_model_is_foretold(name: str, contender: object) -> None:
     """Of full size: what libraries take beside is a small share there alone."""
     metrics = measured(make_case(name, "step"), contender)
