@@ -21,7 +21,7 @@ from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, plans_for, rank, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
-from ecornn.echo.plan.prices import Prices, fused, one_by_one
+from ecornn.echo.plan.prices import Prices, fused, one_by_one, within_a_kernel
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
 from ecornn.echo.verify import differences, refusal, writes
 from ecornn.garbage import no_garbage_collected
@@ -275,7 +275,9 @@ def _prices(passes: Passes, *, fuses: bool) -> Prices:
         return one_by_one(seconds)
     devices = [operation.work.device for operation in operations if operation.work.device]
     machine = machine_of(devices[0] if devices else None)
-    return fused(passes, seconds, machine.bandwidth, machine.launch_s)
+    within = [machine.launch_s * within_a_kernel(operation) for operation in operations]
+    seconds = tuple(one - launch for one, launch in zip(seconds, within, strict=True))
+    return fused(passes, seconds, machine.bandwidth, machine.compiled_launch_s)
 
 
 def _first_line(error: Exception) -> str:

@@ -21,10 +21,13 @@ NEARLY_FREE = 0.02
 AT_MOST = 1.0
 
 #: Of a peak: one that is lower by less than this is not worth any time; estimates are not as good
-#: as that, and what is hardly anything would count where plans differ by little else.
-ALIKE = 0.03
-#: Of a peak: what "auto" leaves unsaved where saving it takes time.
-LITTLE = 0.015
+#: as that, and what is hardly anything would count where plans differ by little else. With 3 % an
+#: encoder-decoder transformer's backward pass has 249 kernels beside its products, 159 by torch's
+#: own plan, and with 5 % it has 211.
+ALIKE = 0.05
+#: Of a peak: what "auto" leaves unsaved where saving it takes time. With 1.5 % GPT-2's backward
+#: pass has 201 kernels beside its products, and with 3 % it has 189, at a peak 1.5 % higher.
+LITTLE = 0.03
 
 
 @dataclass(frozen=True)
