@@ -45,12 +45,17 @@ TRIES = 3
 class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
     passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
-    takes outside the graph, for each of these calls."""
+    takes outside the graph, for each of these calls. `among_others`: other parts of a model run
+    between its passes."""
 
     memory: Memory = AUTO
     calls: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     beside_s: float = 0.0
+    among_others: bool = False
+
+    def weight(self, estimate: Estimate) -> int:
+        return estimate.weight(self.calls, among_others=self.among_others)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ def _decided(
     there = {candidate.strategy: candidate.estimate for candidate in candidates}
     before = there["keep all"].peak(request.calls) if "keep all" in there else 0
     found, limits = plans_for(
-        request.memory, passes, prices, request.calls, before, request.beside_s
+        *(request.memory, passes, prices, request.calls, before),
+        *(request.beside_s, request.among_others),
     )
     candidates += [
         Candidate(one.plan.label, one.estimate, plan=one.plan)
@@ -150,12 +156,13 @@ def _first_that_is_right(
         if candidate.estimate.kept_bytes > most:
             continue
         bounds = limits if candidate.plan else Limits(limits.bytes, float("inf"))
-        place = rank(bounds, candidate.estimate, request.calls)
+        others = request.among_others
+        place = rank(bounds, candidate.estimate, request.calls, among_others=others)
         if place is not None:
             ranked.append((place, candidate))
     ranked.sort(key=lambda one: one[0])
     if request.memory.kind == "auto" and ranked:
-        ranked = _quickest_first(ranked, request.calls)
+        ranked = _quickest_first(ranked, request)
     tried = 0
     for _, candidate in ranked:
         if candidate.modules is not None:
@@ -179,13 +186,13 @@ def _first_that_is_right(
 
 
 def _quickest_first(
-    ranked: list[tuple[tuple[float, ...], Candidate]], calls: int
+    ranked: list[tuple[tuple[float, ...], Candidate]], request: Request
 ) -> list[tuple[tuple[float, ...], Candidate]]:
     """Of those whose peaks are alike, whoever takes least time; then the others."""
-    most = ranked[0][1].estimate.peak(calls) * (1 + ALIKE)
-    alike = [one for one in ranked if one[1].estimate.peak(calls) <= most]
+    most = request.weight(ranked[0][1].estimate) * (1 + ALIKE)
+    alike = [one for one in ranked if request.weight(one[1].estimate) <= most]
     alike.sort(key=lambda one: one[1].estimate.seconds_added)
-    return [*alike, *(one for one in ranked if one[1].estimate.peak(calls) > most)]
+    return [*alike, *(one for one in ranked if request.weight(one[1].estimate) > most)]
 
 
 def _most_kept(request: Request, candidates: list[Candidate]) -> float:
