@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ecornn.bench import timing
-from ecornn.bench.timing import CpuClock, Effort, summarize, time_in_turns
+from ecornn.bench.timing import CpuClock, Effort, summarize, time_in_turns, uncertainty
 
 EFFORT = Effort(sample_s=1.0, rounds=4, fewest_rounds=2, budget_s=100.0, warm_up_s=0.0, checks=1)
 
@@ -94,3 +94,18 @@ def test_the_documentation_states_the_effort() -> None:
 def test_the_clock_follows_the_device() -> None:
     assert isinstance(timing.clock_for(torch.device("cpu")), CpuClock)
     assert isinstance(timing.clock_for(torch.device("cuda")), timing.CudaClock)
+
+
+def test_a_median_is_as_certain_as_its_samples_are_alike_and_many() -> None:
+    assert uncertainty([2.0]) == float("inf")
+    assert uncertainty([2.0] * 5) == 0
+    few, many = [9.0, 10.0, 11.0], [9.0, 10.0, 11.0] * 100
+    assert uncertainty(few) == pytest.approx(1.25 * (1.0 / 1.35) / 3**0.5 / 10)
+    assert uncertainty(many) == pytest.approx(1.25 * (2.0 / 1.35) / 300**0.5 / 10)
+
+
+def test_it_is_what_medians_of_many_draws_deviate_by() -> None:
+    draws_RS = torch.randn(4000, 31, generator=torch.Generator().manual_seed(1)) + 20
+    deviation = float(draws_RS.median(1).values.std() / 20)
+    told = sum(uncertainty(samples) for samples in draws_RS[:400].tolist()) / 400
+    assert told == pytest.approx(deviation, rel=0.1)

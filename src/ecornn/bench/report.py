@@ -24,7 +24,7 @@ from ecornn.bench.profiling.record import BENCHMARK as PROFILER
 from ecornn.bench.profiling.report import profiler_section
 from ecornn.bench.results import Results, Row, layer_rows, read
 from ecornn.bench.targets import TARGETS
-from ecornn.bench.training.record import BENCHMARK
+from ecornn.bench.training.cases import BENCHMARK
 from ecornn.bench.training.report import training_section
 from ecornn.errors import InvalidInput
 

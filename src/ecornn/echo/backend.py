@@ -42,6 +42,7 @@ class EchoBackend:
     """A backend for torch.compile, which remembers what it decided. `calls`: how often a graph's
     forward pass runs before its backward passes do, as a decoder's step does. `beside_s`: seconds
     that a step takes elsewhere, for each of these calls. `common`: inputs of all of them.
+    `among_others`: it is a part of a model, other parts of which run between its passes.
     `within_step`: what is asked for is a part of what is asked for a step, which is rehearsed as a
     whole."""
 
@@ -53,11 +54,12 @@ class EchoBackend:
         beside_s: float = 0.0,
         part: str = "",
         common: CommonInputs | None = None,
+        among_others: bool = False,
         within_step: bool = False,
     ) -> None:
         self.options, self.calls, self.part = options, calls, part
         self.beside_s, self.common = beside_s, common or CommonInputs()
-        self.within_step = within_step
+        self.among_others, self.within_step = among_others, within_step
         self.report = Report()
         #: What runs, for those who rehearse it; the latest last. None: nobody will.
         self.recorded: list[Recorded] | None = None
@@ -121,7 +123,10 @@ class _Partition:
             self.told.vector_products = without_vector_products(joint)
             self.told.fused_cells = without_fused_cells(joint)
         backend = self.backend
-        request = Request(backend.options.memory, backend.calls, settings, backend.beside_s)
+        request = Request(
+            *(backend.options.memory, backend.calls, settings),
+            *(backend.beside_s, backend.among_others),
+        )
         decision = decide(joint, inputs, num_fwd_outputs, request)
         if decision.chosen.joint is not None:
             joint = decision.chosen.joint.module
@@ -155,8 +160,9 @@ class _Partition:
 
     def key(self) -> str:
         """Everything that a split depends on beside the graph."""
-        options, calls, beside = self.backend.options, self.backend.calls, self.backend.beside_s
-        return f"echo {options!r} {calls} {beside!r} {sources_key()}"
+        one = self.backend
+        asked = f"{one.options!r} {one.calls} {one.beside_s!r} {one.among_others}"
+        return f"echo {asked} {sources_key()}"
 
 
 def _size(value: Any) -> tuple[Any, ...] | None:

@@ -23,7 +23,7 @@ from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, plans_for, rank, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
-from ecornn.echo.plan.prices import Prices, fused, one_by_one
+from ecornn.echo.plan.prices import Prices, fused, one_by_one, within_a_kernel
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
 from ecornn.echo.verify import differences, refusal, writes
 from ecornn.garbage import no_garbage_collected
@@ -47,12 +47,17 @@ TRIES = 3
 class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
     passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
-    takes outside the graph, for each of these calls."""
+    takes outside the graph, for each of these calls. `among_others`: other parts of a model run
+    between its passes."""
 
     memory: Memory = AUTO
     calls: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     beside_s: float = 0.0
+    among_others: bool = False
+
+    def weight(self, estimate: Estimate) -> int:
+        return estimate.weight(self.calls, among_others=self.among_others)
 
 
 @dataclass(frozen=True)
@@ -144,9 +149,9 @@ def _decided(
             return False
         found, _ = considered(joint, limits)
         candidates.extend(found)
-        return any(_place(one, limits, request.calls) is not None for one in found)
+        return any(_place(one, limits, request) is not None for one in found)
 
-    fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request.calls)]
+    fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request)]
     free = [call for call in calls if call.free]
     consider_others(request.memory, free, min(fits, default=None), consider)
     try:
@@ -207,7 +212,8 @@ def _considered(
     before = there["keep all"].peak(request.calls) if "keep all" in there else 0
     known = limits and Limits(limits.bytes, limits.seconds - joint.added_s)
     found, own = plans_for(
-        *(request.memory, joint.passes, joint.prices, request.calls, before, request.beside_s),
+        *(request.memory, joint.passes, joint.prices, request.calls, before),
+        *(request.beside_s, request.among_others),
         limits=known,
     )
     for one in found:
@@ -222,9 +228,10 @@ def _with_gates(estimate: Estimate, joint: Joint) -> Estimate:
     return replace(estimate, seconds_added=estimate.seconds_added + joint.added_s)
 
 
-def _place(candidate: Candidate, limits: Limits, calls: int) -> tuple[float, ...] | None:
+def _place(candidate: Candidate, limits: Limits, request: Request) -> tuple[float, ...] | None:
     bounds = limits if candidate.plan else Limits(limits.bytes, float("inf"))
-    return rank(bounds, candidate.estimate, calls)
+    others = request.among_others
+    return rank(bounds, candidate.estimate, request.calls, among_others=others)
 
 
 def _first_that_is_right(
@@ -238,12 +245,12 @@ def _first_that_is_right(
     for candidate in candidates:
         if candidate.estimate.kept_bytes > _most_kept(request, candidates, candidate.joint):
             continue
-        place = _place(candidate, limits, request.calls)
+        place = _place(candidate, limits, request)
         if place is not None:
             ranked.append((place, candidate))
     ranked.sort(key=lambda one: one[0])
     if request.memory.kind == "auto" and ranked:
-        ranked = _quickest_first(ranked, request.calls)
+        ranked = _quickest_first(ranked, request)
     tried = 0
     for _, candidate in ranked:
         if candidate.modules is not None:
@@ -268,13 +275,13 @@ def _first_that_is_right(
 
 
 def _quickest_first(
-    ranked: list[tuple[tuple[float, ...], Candidate]], calls: int
+    ranked: list[tuple[tuple[float, ...], Candidate]], request: Request
 ) -> list[tuple[tuple[float, ...], Candidate]]:
     """Of those whose peaks are alike, whoever takes least time; then the others."""
-    most = ranked[0][1].estimate.peak(calls) * (1 + ALIKE)
-    alike = [one for one in ranked if one[1].estimate.peak(calls) <= most]
+    most = request.weight(ranked[0][1].estimate) * (1 + ALIKE)
+    alike = [one for one in ranked if request.weight(one[1].estimate) <= most]
     alike.sort(key=lambda one: one[1].estimate.seconds_added)
-    return [*alike, *(one for one in ranked if one[1].estimate.peak(calls) > most)]
+    return [*alike, *(one for one in ranked if request.weight(one[1].estimate) > most)]
 
 
 def _most_kept(request: Request, candidates: list[Candidate], joint: Joint | None) -> float:
@@ -366,7 +373,9 @@ def _prices(passes: Passes, *, fuses: bool) -> Prices:
         return one_by_one(seconds)
     devices = [operation.work.device for operation in operations if operation.work.device]
     machine = machine_of(devices[0] if devices else None)
-    return fused(passes, seconds, machine.bandwidth, machine.launch_s)
+    within = [machine.launch_s * within_a_kernel(operation) for operation in operations]
+    seconds = tuple(one - launch for one, launch in zip(seconds, within, strict=True))
+    return fused(passes, seconds, machine.bandwidth, machine.compiled_launch_s)
 
 
 def _first_line(error: Exception) -> str:

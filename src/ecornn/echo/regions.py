@@ -238,6 +238,7 @@ class Regions:
             beside_s=self._seconds_beside() / calls,
             part=path,
             common=CommonInputs(self.common.get(path, frozenset())),
+            among_others=True,
             within_step=self.options.memory.kind in ("bytes", "fraction"),
         )
         backend.recorded = []

@@ -51,8 +51,9 @@ def measured(case: ModelCase, contender: Contender) -> Measurement:
 def test_a_step_has_time_memory_and_set_up() -> None:
     metrics = measured(STEP, EAGER).metrics
     assert set(metrics) == {
-        *("setup_s", "step_ms", "step_ms_spread", "samples_per_s", "peak_bytes"),
+        *("setup_s", "step_ms", "step_ms_spread", "step_samples", "samples_per_s", "peak_bytes"),
     }
+    assert metrics["step_samples"] == EFFORTS["quick"].steps, "nobody to take turns with"
     assert metrics["samples_per_s"] == pytest.approx(4e3 / float(metrics["step_ms"]))
 
 
@@ -168,8 +169,10 @@ class TestServing:
     def test_it_is_ready_then_measures(self, monkeypatch: pytest.MonkeyPatch) -> None:
         effort = EFFORTS["quick"]
         ready, *turns, done = self.serve(monkeypatch, "eager")
-        assert ready == {"ready": True, "turns": effort.turns}
-        assert turns == [{"timed": effort.steps}, {"timed": 2 * effort.steps}]
+        assert ready == {"ready": True, "turns": effort.turns, "further": effort.further}
+        assert [said["timed"] for said in turns] == [effort.steps, 2 * effort.steps]
+        assert all(0 <= said["uncertainty"] < 10 for said in turns)
+        assert done["metrics"]["step_samples"] == 2 * effort.steps
         assert done["metrics"]["step_ms"] > 0
 
     @pytest.mark.parametrize(

@@ -57,14 +57,14 @@ if does == "crash":
 if does == "refuse":
     say({"metrics": {"not_measured": "cannot"}}); raise SystemExit
 time.sleep(0.2)
-note("ready"); say({"ready": True, "turns": 2})
+note("ready"); say({"ready": True, "turns": 2, "further": 3})
 while json.loads(sys.stdin.readline()) == "turn":
     note("turn")
     if does == "hang in its turn":
         time.sleep(600)
     if does == "fail in its turn":
         say({"metrics": {"not_measured": "cannot any more"}}); raise SystemExit
-    say({"timed": 1})
+    say({"timed": 1, "uncertainty": 0.2 if does == "spread" else 0.001})
 note("measures")
 if does == "hang later":
     time.sleep(600)
@@ -139,6 +139,17 @@ def test_steps_are_timed_in_turns_and_each_round_begins_with_another(pretended: 
     turns = [who for who, what, _ in pretended.notes() if what == "turn"]
     a_case = ["eager", "checkpoint", "torch.compile", "checkpoint", "torch.compile", "eager"]
     assert turns == a_case * 2
+
+
+def test_who_is_uncertain_has_further_turns_with_whom_it_is_compared(pretended: Pretended) -> None:
+    """`checkpoint` is compared by no target, and certain after two."""
+    options = {"behaviour": {"eager": "spread"}, "contenders": ("eager", "checkpoint", "echo")}
+    found = by_contender(pretended.run(NMT, **options))
+    turns = [who for who, what, _ in pretended.notes() if what == "turn"]
+    counts = {who: turns.count(who) for who in set(turns)}
+    assert counts == {"eager": 5, "checkpoint": 2, "echo": 5}
+    assert turns[6:] == ["eager", "echo", "echo", "eager", "eager", "echo"]
+    assert all(row.number("measure_s") for row in found.values())
 
 
 @pytest.mark.parametrize(

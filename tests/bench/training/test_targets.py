@@ -112,6 +112,27 @@ class TestOptionsOfTorch:
     def test_none_of_ours_is_quick_enough(self) -> None:
         assert self.judged((11, 10), (12, 5)) == ("failed", None)
 
+    def merged(self, *then: Row) -> Judgement:
+        """Rows of an earlier run beside the option's and `echo`'s of this one."""
+        now = (row(NMT, "budget=0.5", 10, 100), row(NMT, "echo", 9, 150))
+        found = merge(made_up(*then, date="2000"), made_up(*now, date="2001"))
+        return outcomes(found, self.target, NMT)[0]
+
+    def test_a_row_of_ours_of_another_run_is_left_out(self) -> None:
+        judged = self.merged(row(NMT, "echo memory=min", 9, 10))
+        assert (judged.outcome, judged.found) == ("failed", 1.5)
+        assert self.merged(Row(NMT, "echo memory=min", {"failed": "then"})).found == 1.5
+
+    def test_ours_of_other_runs_alone_are_not_compared(self) -> None:
+        then = made_up(row(NMT, "echo", 9, 10), row(NMT, "echo memory=min", 9, 5), date="2000")
+        found = merge(then, made_up(row(NMT, "budget=0.5", 10, 100), date="2001"))
+        judged = outcomes(found, self.target, NMT)[0]
+        assert judged.outcome == "not measured"
+        assert judged.reason == "budget=0.5: not measured in one run with any of ours"
+
+    def test_ours_without_any_row_has_missed(self) -> None:
+        assert self.judged() == ("failed", None)
+
     def test_an_option_that_was_not_measured_beats_nobody(self) -> None:
         found = made_up(Row(NMT, "budget=0.5", {"not_measured": "killed"}), row(NMT, "echo", 1, 1))
         assert outcome(found, self.target, NMT)[0] == "not measured"

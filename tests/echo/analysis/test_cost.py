@@ -47,7 +47,7 @@ def test_a_comparison_counts_its_booleans_as_bytes() -> None:
 
 
 def test_the_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
-    machine = Machine("toy", 100.0, {torch.float32: 1000.0}, 10.0, 0.5, "made up")
+    machine = Machine("toy", 100.0, {torch.float32: 1000.0}, 10.0, 0.5, 0.7, "made up")
     moving = Work(None, 300, 100, 40, torch.float32)
     assert machine.seconds(moving, product=True) == 4.0 + 0.5
     assert machine.seconds(moving, product=False) == 4.0 + 0.5
@@ -127,6 +127,7 @@ def test_other_devices_are_estimated_and_say_so() -> None:
     assert machine.bandwidth == 2 * 2e9 * 64
     assert machine.vector_rate == 100 * 128 * 2 * 1e9
     assert "estimated" in machine.source
+    assert machine.compiled_launch_s == machine_of(torch.device("cuda")).compiled_launch_s
     silent = SimpleNamespace(name="NVIDIA Something", multi_processor_count=100)
     assert "guessed" in _from_attributes(silent).source
 

@@ -86,6 +86,23 @@ def test_a_layer_takes_as_long_as_its_steps_in_a_row() -> None:
     assert times[20] == pytest.approx(2 * times[10], rel=0.05)
 
 
+def test_what_launches_nothing_takes_no_time() -> None:
+    """Each question for a tensor's device was priced as a kernel."""
+    mode = Priced()
+    with mode, torch.no_grad():
+        x = torch.empty(4, 8, device="cuda")
+        assert x.device.type == "cuda"
+        views = x.t(), x.view(8, 4), x.detach(), x.unsqueeze(0)
+        made = torch.empty_like(x), x.new_empty(3), torch.empty_strided((2, 2), (2, 1))
+        assert mode.shares.seconds == 0
+        torch.zeros(3, device="cuda")
+        once = mode.shares.seconds
+        assert once > 0
+        x.add_(1)
+        assert mode.shares.seconds > once
+    assert len(views) + len(made) == 7
+
+
 def test_a_layer_may_be_called_by_the_name_of_its_input() -> None:
     layer, seconds = nn.GRU(8, 8), []
     for named in (False, True):

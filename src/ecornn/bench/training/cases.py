@@ -10,6 +10,8 @@ from ecornn.bench.cases import Where
 from ecornn.bench.models.tasks import SIZES, TASKS, task_named
 from ecornn.errors import InvalidInput
 
+BENCHMARK = "echo"
+
 #: "step"   time and memory of a training step, and the time until the first one is done
 #: "batch"  the largest batch that fits a limit of memory, and its samples a second
 #: "check"  loss, gradients and buffers against eager's, at equal seeds

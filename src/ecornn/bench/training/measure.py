@@ -43,15 +43,19 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Effort:
-    """Contenders take `turns`, in each of which `steps` are timed; `tries` is for the largest
-    batch."""
+    """Contenders take `turns`, in each of which `steps` are timed, and at most `further` ones while
+    their medians are uncertain; `tries` is for the largest batch."""
 
     turns: int
+    further: int
     steps: int
     tries: int
 
 
-EFFORTS = {"thorough": Effort(10, 3, 7), "quick": Effort(7, 2, 5)}
+EFFORTS = {
+    "thorough": Effort(turns=10, further=30, steps=3, tries=7),
+    "quick": Effort(turns=7, further=21, steps=2, tries=5),
+}
 
 
 @dataclass
@@ -130,6 +134,7 @@ class Measurement:
             self.turn()
         found = summarize(self.seconds)
         self.metrics |= {"step_ms": found.median_s * 1e3, "step_ms_spread": found.spread_s * 1e3}
+        self.metrics["step_samples"] = len(self.seconds)
         self.metrics["samples_per_s"] = step.samples / found.median_s
         if not self.contender.graph:  # a graph's was counted when it was captured
             self.metrics["peak_bytes"] = peak_bytes(step)

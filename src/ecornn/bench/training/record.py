@@ -18,12 +18,10 @@ from ecornn.bench.environment import describe
 from ecornn.bench.record import Recording, check_writable
 from ecornn.bench.results import Results, Row, check_mergeable, merge, read, write
 from ecornn.bench.runners import choose_device, tf32_where_it_is_faster
-from ecornn.bench.training.cases import ModelCase
+from ecornn.bench.training.cases import BENCHMARK, ModelCase
 from ecornn.bench.training.contenders import contenders_for
 from ecornn.bench.training.schedule import COMMAND, Job, Limits, groups, run_jobs
 from ecornn.errors import InvalidInput
-
-BENCHMARK = "echo"
 
 #: Assumed for a row that the file does not have yet, only to say beforehand how long it may take:
 #: seconds until a process is ready, by kind of contender, and seconds to measure it.

@@ -2,8 +2,8 @@
 
 Compiling takes far longer than measuring and leaves the GPU idle, so that as many processes as
 there are workers prepare side by side. Then all of them wait, and take turns: each times some steps
-while the others wait, each round beginning with another one. A host may be twice as slow for some
-seconds: steps that wait for it can be compared only where all had the same seconds.
+while the others wait (`turns.py`). A host may be twice as slow for some seconds: steps that wait
+for it can be compared only where all had the same seconds.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ecornn.bench.results import Row
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import Contender
 from ecornn.bench.training.processes import Child, NoAnswer
+from ecornn.bench.training.turns import Turns, rounds
 from ecornn.settings import child_environment
 
 COMMAND = (sys.executable, "-m", "ecornn.bench.training.worker")
@@ -56,7 +57,8 @@ class Job:
     case: ModelCase
     contender: Contender
     metrics: dict[str, float | str] = field(default_factory=dict)
-    turns: int = 0  # that it wants
+    turns: Turns = field(default_factory=Turns)
+    timed_s: float = 0.0  # in its turns
 
     def lose(self, error: NoAnswer) -> None:
         """Ours must not hang or die. What others do is told, and is no failure of this run."""
@@ -130,12 +132,9 @@ def run_jobs(
 def in_turns(ready: Sequence[tuple[Job, Child]]) -> Iterator[tuple[Job, Child]]:
     """Case by case, those of one case in turns."""
     for case in dict.fromkeys(job.case for job, _ in ready):
-        mine = [(job, child) for job, child in ready if job.case == case]
-        for turn in range(max(job.turns for job, _ in mine)):
-            first = turn % len(mine)
-            for job, child in (*mine[first:], *mine[:first]):
-                if turn < job.turns and not job.lost:
-                    yield job, child
+        mine = {job.contender.name: (job, child) for job, child in ready if job.case == case}
+        for name in rounds({name: job.turns for name, (job, _) in mine.items()}):
+            yield mine[name]
 
 
 def _environment(folder: Path, case: ModelCase) -> dict[str, str]:
@@ -164,18 +163,22 @@ def _prepared(job: Job, child: Child, limits: Limits) -> bool:
         child.close()
         return False
     job.metrics |= message.get("metrics", {})
-    job.turns = message.get("turns", 0)
+    job.turns = Turns(message.get("turns", 0), message.get("further", 0))
     return "ready" in message
 
 
 def _timed(job: Job, child: Child, limits: Limits) -> None:
+    began = time.monotonic()
     child.send("turn")
     try:
-        message = child.receive(time.monotonic() + limits.measure_s)
+        message = child.receive(began + limits.measure_s)
         job.metrics |= message.get("metrics", {})  # why it could not
+        job.turns.uncertainty = message.get("uncertainty", job.turns.uncertainty)
     except NoAnswer as error:
         job.lose(error)
+    job.timed_s += time.monotonic() - began
     if job.lost:
+        job.turns.over = True
         child.close()
 
 
@@ -186,7 +189,7 @@ def _measured(job: Job, child: Child, limits: Limits) -> None:
     child.send("measure")
     try:
         job.metrics |= child.receive(began + limits.measure_s)["metrics"]
-        job.metrics["measure_s"] = time.monotonic() - began
+        job.metrics["measure_s"] = job.timed_s + time.monotonic() - began
     except NoAnswer as error:
         job.lose(error)
     finally:

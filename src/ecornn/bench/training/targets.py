@@ -15,9 +15,8 @@ from ecornn.bench.cases import Where
 from ecornn.bench.compare import Judgement
 from ecornn.bench.results import AnyCase, Row
 from ecornn.bench.training.accuracy import BOUNDS
-from ecornn.bench.training.cases import NAMED, ModelCase
+from ecornn.bench.training.cases import BENCHMARK, NAMED, ModelCase
 from ecornn.bench.training.contenders import ALL, EAGER, ECHO_WITHIN
-from ecornn.bench.training.record import BENCHMARK
 
 Rows = Mapping[str, Row]
 Cases = Mapping[AnyCase, Rows]
@@ -66,6 +65,11 @@ class Target:
     def found(self, rows: Rows) -> float:
         raise NotImplementedError
 
+    @property
+    def times_compared(self) -> frozenset[str]:
+        """Contenders whose times it sets beside each other."""
+        return frozenset()
+
     def judge(self, cases: Cases) -> list[Judgement]:
         return [self._judgement(case, partial(self.found, rows)) for case, rows in cases.items()]
 
@@ -99,6 +103,11 @@ class Ratio(Target):
 
     def found(self, rows: Rows) -> float:
         return quotient(rows, self.metric, self.over, self.under)
+
+    @property
+    def times_compared(self) -> frozenset[str]:
+        times = self.metric in ("step_ms", "samples_per_s")
+        return frozenset((self.over, self.under) if times else ())
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,8 @@ class Foretold(Target):
 @dataclass(frozen=True)
 class NotBeaten(Target):
     """The memory of ours over that of one of torch's options, the smallest of those of ours that
-    take no more time than it."""
+    take no more time than it. A row of ours that was measured in another run says nothing of it,
+    and is left out."""
 
     ours: tuple[str, ...] = ()
     option: str = ""
@@ -176,20 +186,27 @@ class NotBeaten(Target):
     def found(self, rows: Rows) -> float:
         for metric in ("step_ms", "peak_bytes"):
             figure(rows, self.option, metric)
+        there = [name for name in self.ours if name in rows]
+        run = rows[self.option].environment
+        beside = [name for name in there if rows[name].environment == run]
+        if there and not beside:
+            raise Missing(self.option, "not measured in one run with any of ours")
         found = []
-        for name in self.ours:
+        for name in beside:
             try:
                 time = quotient(rows, "step_ms", name, self.option)
                 memory = quotient(rows, "peak_bytes", name, self.option)
-            except Missing as missing:
-                if not missing.ours:
-                    raise
+            except Missing:  # ours has no figures: the others may
                 continue
             if time <= 1 + SAME_TIME:
                 found.append(memory)
         if not found:
             raise Missing(self.ours[0], f"none of ours is as quick as {self.option}")
         return min(found)
+
+    @property
+    def times_compared(self) -> frozenset[str]:
+        return frozenset((*self.ours, self.option))
 
 
 STEP: Where = {"part": ("step",), "size": ("full",)}

@@ -1,9 +1,10 @@
 """One contender of one case, measured in a process of its own.
 
 `python -m ecornn.bench.training.worker PARENT` reads a request, a line of JSON, from its input;
-prepares; says `{"ready": true, "turns": …}`, where it wants so many; times some steps at every line
-"turn", while nobody else does, and says `{"timed": …}`; measures the rest at the line "measure",
-and says `{"metrics": …}`. Where it cannot, it says why instead. PARENT is the process that asks.
+prepares; says `{"ready": true, "turns": …, "further": …}`, where it wants so many, and as many more
+if its median is uncertain; times some steps at every line "turn", while nobody else does, and says
+`{"timed": …, "uncertainty": …}`; measures the rest at the line "measure", and says
+`{"metrics": …}`. Where it cannot, it says why instead. PARENT is the process that asks.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from typing import Any
 import torch
 
 from ecornn.bench.runners import tf32_where_it_is_faster
+from ecornn.bench.timing import uncertainty
 from ecornn.bench.training.build import NotMeasurable, configured
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import ALL, EAGER
-from ecornn.bench.training.measure import EFFORTS, Measurement, first_line
+from ecornn.bench.training.measure import EFFORTS, Effort, Measurement, first_line
 
 #: Answers a request by what it says.
 Say = Callable[[dict[str, Any]], None]
 Serve = Callable[[dict[str, Any], Say], None]
+
+NO_TURNS = Effort(turns=0, further=0, steps=0, tries=0)
 
 #: How soon a process notices.
 ORPHANED_AFTER_S = 0.5
@@ -50,10 +54,11 @@ def serve(request: dict[str, Any], say: Say) -> None:
             job.prepare()
             # the clock of the process that asked: this one's start is part of it
             job.metrics["prepare_s"] = time.monotonic() - request["began"]
-            say({"ready": True, "turns": job.effort.turns if job.takes_turns else 0})
+            effort = job.effort if job.takes_turns else NO_TURNS
+            say({"ready": True, "turns": effort.turns, "further": effort.further})
             while (line := sys.stdin.readline()) and json.loads(line) == "turn":
                 job.turn()
-                say({"timed": len(job.seconds)})
+                say({"timed": len(job.seconds), "uncertainty": uncertainty(job.seconds)})
             if line:
                 job.measure()
                 say({"metrics": job.metrics})

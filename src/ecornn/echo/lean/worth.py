@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.fakes import WithoutNumbers
@@ -26,6 +27,13 @@ from ecornn.echo.work import Work, work_of
 NEARLY_FREE = 0.03
 #: A backward pass takes about twice as long as its forward pass.
 PASSES = 3
+#: Operators that allocate and launch nothing, or not even that, by the names of their packets.
+MAKE_NOTHING = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"),
+        *("new_empty_strided", "detach_", "lift_fresh", "resize_", "set_"),
+    }
+)
 #: Kernels of one time step of a layer: its product, and its gates.
 KERNELS = 2
 
@@ -106,7 +114,7 @@ class Priced(WithoutNumbers):
         if self._inside[-1] in self._free:
             own = own_call(self._inside[-1], func, args)
             self.shares.own += [] if own is None else [own]
-        if not func.is_view:
+        if launches(func, result):
             work = work_of(func, tuple(args), dict(kwargs), result)
             product = func.overloadpacket.__name__ in PRODUCTS or work.declared
             self.shares.seconds += machine_of(work.device).seconds(work, product=product)
@@ -142,6 +150,15 @@ class Priced(WithoutNumbers):
         finally:
             for one in hooks:
                 one.remove()
+
+
+def launches(func: Any, result: Any) -> bool:
+    """Does an operator run anything? Not one that tells something of a tensor, such as the device
+    that it is on, or makes another view of its memory, or memory that nobody has written to."""
+    made = tree_leaves(result)
+    if func.is_view or not any(isinstance(one, Tensor) for one in made):
+        return False
+    return func.overloadpacket.__name__ not in MAKE_NOTHING
 
 
 class _Layers(TorchFunctionMode):

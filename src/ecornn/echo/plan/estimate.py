@@ -44,6 +44,12 @@ class Estimate:
         backward = self.backward_peak + (self.beside if calls == 1 else 0)
         return (calls - 1) * self.kept_bytes + max(self.forward_peak, backward)
 
+    def weight(self, calls: int = 1, *, among_others: bool = False) -> int:
+        """The bytes by which plans are compared. While other parts of a model run, between the
+        passes, nothing of this one is there but what it keeps. The peak of the step may be there
+        or here, which nobody knows before all parts are compiled: both count alike."""
+        return self.peak(calls) + (self.kept_bytes if among_others else 0)
+
 
 def estimate(passes: Passes, plan: Plan, prices: Prices) -> Estimate:
     return Estimates(passes, prices).of(plan)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from ecornn.echo.graph import Operation
 from ecornn.echo.passes import Passes
 from ecornn.echo.schedule import Program, backward_program, forward_program, saved
 
@@ -27,6 +30,16 @@ class Prices:
     def kernel_seconds(self, moved: int, launches: int = 1) -> float:
         """Of light kernels that read and write so many bytes."""
         return moved / self.bandwidth + launches * self.launch
+
+
+def within_a_kernel(operation: Operation) -> bool:
+    """Is never run again, and yet no kernel of its own: a batch norm's statistics are moved, and
+    copied into their buffers, by the kernel that makes them. ResNet-50 has 318 such operations."""
+    target = None if operation.work.call is None else operation.work.call.target
+    tags = getattr(target, "tags", ())
+    return operation.kind == "opaque" and (
+        torch.Tag.pointwise in tags or target is torch.ops.aten.copy_.default
+    )
 
 
 def read_by_heavy(passes: Passes) -> frozenset[int]:

@@ -60,6 +60,7 @@ class Search:
     prices: Prices
     calls: int = 1
     most: int = BEST
+    among_others: bool = False  # as in `Estimate.weight`
     found: dict[Key, Found] = field(default_factory=dict)
     _groups: dict[frozenset[int], list[Group]] = field(default_factory=dict)
 
@@ -80,6 +81,9 @@ class Search:
     def peak(self, one: Found) -> int:
         return one.estimate.peak(self.calls)
 
+    def weight(self, one: Found) -> int:
+        return one.estimate.weight(self.calls, among_others=self.among_others)
+
     @property
     def tired(self) -> bool:
         return self._work > MOST_WORK
@@ -94,10 +98,10 @@ class Search:
         return len(self.found) * len(self.passes.graph.operations)
 
     def best(self) -> list[Found]:
-        """Plans with the lowest peaks, each set of kept results once."""
+        """Plans of the least weight, each set of kept results once."""
         found: dict[frozenset[int], Found] = {}
         for one in sorted(
-            self.found.values(), key=lambda f: (self.peak(f), f.estimate.seconds_added)
+            self.found.values(), key=lambda f: (self.weight(f), f.estimate.seconds_added)
         ):
             found.setdefault(one.plan.kept, one)
         return list(found.values())[: self.most]
