@@ -13,6 +13,12 @@ import pytest
 import torch
 
 
+def pytest_configure() -> None:
+    # torch's compiler makes objects by the million, few of them in circles: after every 700, as
+    # Python has it, a search for these took a seventh of the time of tests that compile
+    gc.set_threshold(20_000, 10, 10)
+
+
 @pytest.fixture(autouse=True)
 def _seed_and_poison() -> Iterator[None]:
     torch.manual_seed(20181)
