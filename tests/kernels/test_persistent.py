@@ -195,6 +195,25 @@ def test_no_tuned_tile_spills(tile: Tile) -> None:
     assert used.registers * tile.threads <= 65536
 
 
+@pytest.mark.parametrize(("hidden", "batch"), [(64, 2), (384, 5), (1024, 16)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_as_many_rows_as_fit_are_in_registers(kernel: str, hidden: int, batch: int) -> None:
+    """And where the estimate is close one less as well, if shared memory has room for it."""
+    asked = Request(kernel, "lstm", "bf16", hidden, batch)
+    found = {replace(g.tile, partial_buffers=2) for g in candidates(asked, HOPPER)}
+    assert any(tile.register_tiles < tile.row_tiles for tile in found)
+    for tile in found:
+        most = min(255, 65536 // tile.threads)
+        assert registers(tile) <= most
+        more, less = (replace(tile, register_tiles=tile.register_tiles + n) for n in (1, -1))
+        if tile.register_tiles < tile.row_tiles and registers(more) <= most:
+            assert more in found
+            assert registers(more) > most - 24
+        elif registers(tile) > most - 24 and tile.register_tiles > 1:
+            room = replace(less, partial_buffers=1).shared_bytes <= HOPPER.shared_bytes
+            assert (less in found) is room
+
+
 @needs_compiler
 def test_registers_are_about_what_the_compiler_takes() -> None:
     for hidden, batch in ((64, 4), (256, 16), (1024, 4)):
