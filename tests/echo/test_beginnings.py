@@ -7,7 +7,7 @@ import copy
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,11 +22,7 @@ from support.called_often import gradients, in_any_order, same
 B, H = 3, 5
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def data(*, grad: bool = False, steps: int = 6) -> Tensor:

@@ -17,12 +17,13 @@ from support.called_often import gradients, in_any_order, same, watched
 H = 5
 
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
+def _many_calls_at_once() -> Iterator[None]:
     with in_any_order():
         yield
-    torch._dynamo.reset()
 
 
 class Broken(nn.Module):

@@ -20,12 +20,13 @@ from support.called_often import gradients, in_any_order, same, watched
 B, S, H = 2, 7, 5
 
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
+def _many_calls_at_once() -> Iterator[None]:
     with in_any_order():
         yield
-    torch._dynamo.reset()
 
 
 class Attention(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
@@ -17,12 +16,7 @@ import ecornn
 from ecornn.errors import InvalidInput
 from support.translator import DecoderStep
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Attending(nn.Module):

@@ -14,6 +14,8 @@ from ecornn.echo.backend import EchoBackend
 from ecornn.echo.frozen import Thawed
 from ecornn.echo.options import read_options
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 
 class Pair(nn.Module):
     """`steps`: how often the second layer is called; often enough and it is compiled by itself."""
@@ -39,13 +41,7 @@ class Normed(nn.Module):
         return torch.tanh(x * self.scale) + x
 
 
-@pytest.fixture
-def _fresh() -> None:
-    torch._dynamo.reset()
-
-
 @pytest.mark.filterwarnings("error::ecornn.echo.frozen.Thawed")
-@pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize("steps", [1, 8])
 def test_what_is_trained_changes_from_step_to_step(steps: int) -> None:
     """As of two models that are trained in turns, and layers that are thawed one after another."""
@@ -77,7 +73,6 @@ def traced() -> tuple[fx.GraphModule, nn.Parameter]:
     return fx.GraphModule({}, graph), nn.Parameter(torch.randn(4).double(), requires_grad=False)
 
 
-@pytest.mark.usefixtures("_fresh")
 def test_code_for_frozen_weights_is_not_used_for_trained_ones() -> None:
     module, weight = traced()
     x = torch.randn(4, dtype=torch.float64)
@@ -95,7 +90,6 @@ def test_code_for_frozen_weights_is_not_used_for_trained_ones() -> None:
     assert torch.allclose(weight.grad, x * (1 - frozen.square()))
 
 
-@pytest.mark.usefixtures("_fresh")
 def test_code_without_gradients_may_be_given_trained_weights() -> None:
     """Where none are asked for, as in evaluation: torch compiles for that by itself."""
     module, weight = traced()
@@ -107,7 +101,6 @@ def test_code_without_gradients_may_be_given_trained_weights() -> None:
 
 
 @pytest.mark.filterwarnings("error::ecornn.echo.frozen.Thawed")
-@pytest.mark.usefixtures("_fresh")
 def test_weights_that_are_replaced_are_not_held() -> None:
     model = Pair(1)
     run = ecornn.compile(model, codegen="eager")

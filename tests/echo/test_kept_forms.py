@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,13 +23,6 @@ from ecornn.echo.passes import Passes
 from ecornn.echo.rewrite import duplicate, without_unread_draws
 from ecornn.echo.verify import differences
 from ecornn.errors import InvalidInput
-
-
-@pytest.fixture
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Maps(nn.Module):
@@ -63,7 +55,7 @@ def trained_with(
     return [out.detach(), *found], held, run
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("memory", ["auto", "min", 0.9])
 @pytest.mark.parametrize(("maps", "part", "rounds"), [("bf16", 2, 2**-8), ("fp8", 4, 2**-4)])
 def test_feature_maps_are_rounded_for_the_backward_pass_alone(
@@ -89,7 +81,7 @@ def test_feature_maps_are_rounded_for_the_backward_pass_alone(
     assert "rounded: gradients are not eager mode's" in told
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("maps", ["bf16", "fp8"])
 def test_inputs_results_and_statistics_stay(maps: str) -> None:
     model, x = Maps(), torch.randn(128, 32)
@@ -102,7 +94,7 @@ def test_inputs_results_and_statistics_stay(maps: str) -> None:
         assert weight.dtype is torch.float32
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("maps", ["bf16", "fp8"])
 def test_inductor_s_code_keeps_them_too(maps: str) -> None:
     model, x = Maps(), torch.randn(128, 32)
@@ -117,7 +109,7 @@ def test_inductor_s_code_keeps_them_too(maps: str) -> None:
     assert mine.graphs[0].foretold.kept < plain.graphs[0].foretold.kept
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_loop_s_maps_and_its_foretold_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ecornn.echo.kept_forms.LEAST_MAP_BYTES", 0)
     peaks, found = [], []
@@ -136,7 +128,7 @@ def test_a_loop_s_maps_and_its_foretold_peak(monkeypatch: pytest.MonkeyPatch) ->
         assert float((one - other).norm()) <= 0.03 * float(other.norm()) + 1e-6
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_maps_of_any_batch() -> None:
     """Sizes that are symbols."""
     model = Maps()
@@ -163,7 +155,7 @@ class Pooled(nn.Module):
         return best.sum() + pooled.flatten(2).topk(3).values.sum() + where.sum() * 0
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("size", "narrow"), [(12, torch.uint8), (40, torch.int16)])
 def test_indices_take_as_few_bytes_as_tell_them_apart(size: int, narrow: torch.dtype) -> None:
     model, x = Pooled(size), torch.randn(2, 1, size, size)
@@ -270,7 +262,7 @@ def test_bad_maps_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     check_device(Options(maps="fp8"), "inductor", cuda)
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_as_an_option_of_torch_compile() -> None:
     model, x = Maps(), torch.randn(128, 32)
     run = torch.compile(model, backend="echo", options={"maps": "bf16", "codegen": "eager"})

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,7 @@ from ecornn.echo.cudnn import BLOCK, SHORT, Asked, Room, at_length, room_of_cudn
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean import cross_entropy, layers
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled_step(name: str, **options: Any) -> Step:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +24,7 @@ import ecornn
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.options import read_options
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Gated(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +15,13 @@ import ecornn
 from ecornn.echo.lean import cross_entropy, needs
 from support.translator import Translator, loss_and_gradients, sentences
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "FEWEST_BYTES", 0)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 16 * 11 * 4)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_a_model_s_bits_do_not_change_and_it_says_what_was_replaced() -> None:

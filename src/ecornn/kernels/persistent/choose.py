@@ -232,28 +232,42 @@ def _tiles(
             for at_once, abreast, width in product(together, (1, 2, 4), sorted(widths)):
                 if batch_tiles % abreast or (grid and at_once % abreast):
                     continue
-                row_tiles, fitting = -(-tiles // row_warps), []
+                row_tiles = -(-tiles // row_warps)
                 if width < TILE_SEQUENCES and outer > 1:
                     row_tiles = round_up(
                         row_tiles, 4
                     )  # lanes share units by twos, of two tiles each
-                for register_tiles in range(row_tiles, 0, -1):
-                    tile = Tile(
+                yield from _in_registers(
+                    Tile(
                         *(ask.kernel, ask.cell, ask.numbers, units, row_warps, k_warps),
-                        *(row_tiles, register_tiles, k_chunks, batch_tiles, grid, cluster),
+                        *(row_tiles, row_tiles, k_chunks, batch_tiles, grid, cluster),
                         at_once=at_once,
                         abreast=abreast,
                         width=width,
                         features=ask.features,
                     ).serving(ask.hidden)
-                    if registers(tile) <= min(255, 65536 // tile.threads):
-                        fitting.append(tile)
-                # the estimate may be too low by some: then the next one does not spill
-                yield from fitting[: 1 if fitting[:1] and _fits_easily(fitting[0]) else 2]
+                )
+
+
+def _in_registers(tile: Tile) -> Iterator[Tile]:
+    """With as many of its rows in registers as fit, of one that has all of them there. The estimate
+    may be too low by some: then with one row less, which does not spill."""
+    each = tile.weight_registers // tile.register_tiles
+    over = max(0, registers(tile) - _most_registers(tile))
+    first = tile.register_tiles - -(-over // each)
+    if first > 0:
+        found = replace(tile, register_tiles=first)
+        yield found
+        if first > 1 and not _fits_easily(found):
+            yield replace(tile, register_tiles=first - 1)
 
 
 def _fits_easily(tile: Tile) -> bool:
-    return registers(tile) <= min(255, 65536 // tile.threads) - 24
+    return registers(tile) <= _most_registers(tile) - 24
+
+
+def _most_registers(tile: Tile) -> int:
+    return min(255, 65536 // tile.threads)
 
 
 def _at_once(vectors: int) -> Iterator[int]:
