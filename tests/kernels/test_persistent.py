@@ -83,17 +83,11 @@ def build_for(variant: Variant, optimized: bool, monkeypatch: pytest.MonkeyPatch
     return build(variant)
 
 
-def _compiled() -> list[tuple[str, str, str, str]]:
-    """All, but of the two cells of one gate, which differ in a line, the second in its turn."""
-    return [
-        (kernel, numbers, cell, arch)
-        for kernel, numbers, cell, arch in product(KERNELS, NUMBERS, CELLS, CHIPS)
-        if cell != "rnn_relu" or its_turn(arch, NUMBERS.index(numbers) + KERNELS.index(kernel))
-    ]
-
-
 @needs_compiler
-@pytest.mark.parametrize(("kernel", "numbers", "cell", "arch"), _compiled())
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_compiles_for(
     arch: str, cell: str, numbers: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,8 +96,8 @@ def test_compiles_for(
     large = place % 2
     ask = Request(kernel, cell, numbers, 384 if large else 40, 5, features=bool(large))
     tile = ranked(ask, CHIPS[arch])[0].tile
-    # not for sm_90a: those that were tuned are optimized for it below
-    optimized = arch != "sm_90a" and its_turn(arch, place + KERNELS.index(kernel))
+    # not all for sm_90a: those that were tuned are optimized for it below
+    optimized = its_turn(arch, place + KERNELS.index(kernel))
     code = build_for(tile.variant(arch), optimized, monkeypatch)
     assert kernel.encode() in code
     assert resources(code).registers * tile.threads <= 65536  # or it could not be launched
