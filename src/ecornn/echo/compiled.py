@@ -12,7 +12,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.explain import Explanation
-from ecornn.echo.frozen import telling_nothing
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.options import Options, read_options
 from ecornn.echo.parts import named
@@ -81,7 +80,7 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], options: Options, dynamic: bool | None):
         self.backend = EchoBackend(options, part=getattr(function, "__name__", "function"))
         compiled = torch.compile(alone(function), backend=self.backend, dynamic=dynamic)
-        self._run = without_lean_functions(telling_nothing(compiled))
+        self._run = without_lean_functions(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _with_plain_errors(self._run, args, kwargs)
