@@ -43,7 +43,7 @@ class Around(nn.Module):
         return self.inner(self.front(x)) * 2
 
 
-@pytest.mark.parametrize("outer", ["aot_eager", "echo", "ecornn"])
+@pytest.mark.parametrize("outer", ["aot_eager", "ecornn"])
 @pytest.mark.parametrize("steps", [1, 6])
 def test_results_and_gradients_are_the_models_own(steps: int, outer: str) -> None:
     torch._dynamo.reset()
@@ -52,13 +52,12 @@ def test_results_and_gradients_are_the_models_own(steps: int, outer: str) -> Non
     plain = Around(copy.deepcopy(inner))
     model = Around(ecornn.compile(inner, codegen="eager"))
     model.front.load_state_dict(plain.front.state_dict())
-    options: dict[str, Any] = {"options": {"codegen": "eager"}} if outer == "echo" else {}
     if outer == "ecornn":
         run: Any = ecornn.compile(model, codegen="eager")
     else:
-        run = torch.compile(model, backend=outer, **options)
+        run = torch.compile(model, backend=outer)
     x = torch.randn(3, 4, dtype=torch.float64)
-    for _ in range(3):
+    for _ in range(2):
         expected = plain(x)
         found = run(x)
         torch.testing.assert_close(found, expected)
