@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -65,10 +66,71 @@ def test_what_is_trained_changes_from_step_to_step(steps: int) -> None:
             assert own.grad is None or torch.equal(own.grad, other.grad)
 
 
-def traced() -> tuple[fx.GraphModule, nn.Parameter]:
+class Untraceable(Pair):
+    """torch makes several functions of it; they know nothing of each other's arguments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.norm(self.second(x)).square().sum()
+
+
+class Adapted(nn.Module):
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of, self.down, self.up = of, nn.Linear(4, 2).double(), nn.Linear(2, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(x) + self.up(self.down(x))
+
+
+def gradients(model: nn.Module, call: Callable[..., Tensor], x: Tensor) -> list[Tensor | None]:
+    model.zero_grad()
+    loss = call(x)
+    if loss.requires_grad:
+        loss.backward()
+    return [weight.grad for weight in model.parameters()]
+
+
+@pytest.mark.filterwarnings("error::ecornn.echo.frozen.Thawed")
+@pytest.mark.parametrize("kind", ["untraceable", "adapted"])
+def test_what_torch_makes_several_functions_of_and_what_is_added_later(kind: str) -> None:
+    torch.manual_seed(0)
+    model = (Untraceable if kind == "untraceable" else Pair)(1).double()
+    run = ecornn.compile(model, codegen="eager")
+    x = torch.randn(3, 4, dtype=torch.float64)
+    if kind == "adapted":
+        gradients(model, run, x)
+        model.first = Adapted(model.first)
+    added = model.first.up if kind == "adapted" else model.first
+    for trained in ([], [added], [model.second], [model.first, model.norm], [model.norm], [model]):
+        model.requires_grad_(False)
+        for part in trained:
+            part.requires_grad_()
+        expected, found = gradients(model, model, x), gradients(model, run, x)
+        for own, other in zip(found, expected, strict=True):
+            assert (own is None) is (other is None)
+            assert own is None or torch.allclose(own, other)
+
+
+def test_arguments_may_have_any_name() -> None:
+    class Named(nn.Linear):
+        def forward(self, told: Tensor, run: float, part: float = 1.0) -> Tensor:
+            return super().forward(told) * run * part
+
+    model = Named(4, 4)
+    run, x = ecornn.compile(model, codegen="eager"), torch.randn(3, 4)
+    assert torch.equal(run(told=x, run=2.0, part=3.0), model(x, 2.0, 3.0))
+
+
+def traced(*, enabling: bool = False) -> tuple[fx.GraphModule, nn.Parameter]:
     graph = fx.Graph()
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    if enabling:
+        graph.call_function(torch._C._set_grad_enabled, (True,))
     made = graph.call_function(torch.tanh, (graph.call_function(torch.mul, (x, weight)),))
+    if enabling:
+        graph.call_function(torch._C._set_grad_enabled, (False,))
     graph.output((made,))
     return fx.GraphModule({}, graph), nn.Parameter(torch.randn(4).double(), requires_grad=False)
 
@@ -98,6 +160,20 @@ def test_code_without_gradients_may_be_given_trained_weights() -> None:
         warnings.simplefilter("error")
         run = EchoBackend(read_options({"codegen": "eager"}))(module, [x, weight])
         assert not run(x, weight.requires_grad_())[0].requires_grad
+
+
+def test_code_that_asks_for_gradients_itself_is_not_given_trained_weights() -> None:
+    """Whatever is asked for around it, as by a step that is evaluated within another's."""
+    module, weight = traced(enabling=True)
+    x = torch.randn(4, dtype=torch.float64)
+    with torch.no_grad():
+        run = EchoBackend(read_options({"codegen": "eager"}))(module, [x, weight])
+        assert not run(x, weight)[0].requires_grad
+        with pytest.warns(Thawed):
+            (trained,) = run(x, weight.requires_grad_())
+    trained.sum().backward()
+    assert weight.grad is not None
+    assert torch.allclose(weight.grad, x * (1 - trained.detach().square()))
 
 
 @pytest.mark.filterwarnings("error::ecornn.echo.frozen.Thawed")

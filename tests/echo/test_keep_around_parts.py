@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ecornn
 from ecornn.backends.reference import Reference
@@ -246,3 +247,35 @@ def test_what_is_wanted_holds_for_its_thread_and_ends_with_an_error() -> None:
     with pytest.raises(RuntimeError), keeping_states_alone():
         raise RuntimeError
     assert not states_alone()
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_what_a_checkpoint_runs_again_keeps_what_it_kept(around: bool) -> None:
+    """Its own run comes in the backward pass, when nobody tells the layer anything, and takes what
+    is kept by the order in which it is; one around the whole model calls that again."""
+
+    class Checkpointed(Divided):
+        def __init__(self) -> None:
+            super().__init__()
+            # as wide as a step's gates: one would be taken for the other
+            self.wide, self.narrow = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+        def layered(self, layer: nn.Module, x: Tensor) -> Tensor:
+            return self.narrow(torch.tanh(self.wide(layer(x)[0].sigmoid().exp())))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.front(x)
+            for layer in self.own:
+                if around:
+                    x = self.layered(layer, x)
+                else:
+                    x = checkpoint(self.layered, layer, x, use_reentrant=False)
+            return self.out(self.theirs(x)[0]).square().mean()
+
+    model = Checkpointed()
+    run = ecornn.compile(model, memory="min", codegen="eager")
+    for _ in range(2):
+        loss = checkpoint(run, given(), use_reentrant=False) if around else run(given())
+        found = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.autograd.grad(model(given()), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

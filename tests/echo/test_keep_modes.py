@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn
 from ecornn.echo import backend as echo_backend
@@ -274,6 +275,29 @@ def test_draws_lengths_and_norms_are_those_of_the_mode(memory: str) -> None:
 
     mode = "states" if memory == "min" else "gates"
     assert all(map(torch.equal, gradients(), gradients(keep=mode)))
+
+
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_a_model_that_packs_its_sequences(memory: str) -> None:
+    """torch 2.11 cannot trace that, but for one of its functions says so as of an error."""
+
+    class Packing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = made(num_layers=2).rnn, nn.Linear(HIDDEN, 2)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
+            padded, _ = pad_packed_sequence(self.rnn(packed)[0])
+            return self.out(padded).square().sum()
+
+    torch._dynamo.reset()
+    model, lengths = Packing(), torch.tensor([3, STEPS, 11])
+    run, weights = ecornn.compile(model, memory=memory, codegen="eager"), list(model.parameters())
+    for _ in range(2):
+        found = torch.autograd.grad(run(given(), lengths), weights)
+    expected = torch.autograd.grad(model(given(), lengths), weights)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_part_that_is_called_often_is_planned_for_all_its_calls() -> None:

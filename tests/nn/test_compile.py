@@ -150,14 +150,17 @@ def test_changing_shapes(cell: str, feature: str) -> None:
     assert counts == [1, 2, 2, 3, 3, 3]
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("cell", CELLS)
-def test_shapes_that_are_dynamic_from_the_start_need_one_graph(cell: str) -> None:
-    model, counter = Model(Case(cell, lengths=True)), CompileCounterWithBackend("aot_eager")
+def test_shapes_that_are_dynamic_from_the_start_need_one_graph(cell: str, layers: int) -> None:
+    """The dropout between layers is a symbol then, too."""
+    form = {"lengths": True, "layers": layers}
+    model, counter = Model(Case(cell, **form)), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
-    # a first batch of H would tie the two: Dynamo gives equal sizes one symbol
-    for steps, batch in [(5, 2), (7, 4), (63, 3)]:
-        case = Case(cell, steps=steps, batch=batch, lengths=True)
-        assert_equal_to_eager(compiled, model, case)
+    # a first batch of H, or of as many as there are layers, would tie the two: Dynamo gives equal
+    # sizes one symbol
+    for steps, batch in [(5, 4), (7, 2), (63, 3)]:
+        assert_equal_to_eager(compiled, model, Case(cell, steps=steps, batch=batch, **form))
     assert counter.frame_count == 1
 
 

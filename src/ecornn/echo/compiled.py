@@ -12,7 +12,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.explain import Explanation
-from ecornn.echo.frozen import telling_nothing
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.options import Options, read_options
 from ecornn.echo.parts import named
@@ -81,7 +80,7 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], options: Options, dynamic: bool | None):
         self.backend = EchoBackend(options, part=getattr(function, "__name__", "function"))
         compiled = torch.compile(alone(function), backend=self.backend, dynamic=dynamic)
-        self._run = without_lean_functions(telling_nothing(compiled))
+        self._run = without_lean_functions(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _with_plain_errors(self._run, args, kwargs)
@@ -111,7 +110,7 @@ class CompiledModel(nn.Module):
         self.__dict__["_regions"] = Regions(model, options, regions, dynamic, lean)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _with_plain_errors(self._regions, args, kwargs)
+        return _untraced(self._regions, args, kwargs)
 
     def explain(self) -> Explanation:
         """What is kept and what is made again, for every graph that was compiled so far."""
@@ -198,3 +197,9 @@ def _with_plain_errors(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if isinstance(failed.inner_exception, EcornnError):
             raise failed.inner_exception from None
         raise
+
+
+#: For a model within what is compiled by others. Their compiler (torch 2.11 and 2.13) would trace
+#: what we do around the model's parts, and has lost the last operator of such a model by that: its
+#: results were wrong. So it stops here, and the model is compiled as was asked for.
+_untraced = torch.compiler.disable(_with_plain_errors)

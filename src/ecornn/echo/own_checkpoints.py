@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+from ecornn.ops.keeping import inmost_checkpoint
 
 
 class OwnCheckpoints:
@@ -24,7 +24,7 @@ class OwnCheckpoints:
     @contextmanager
     def within_call(self) -> Iterator[None]:
         """Of the model, in this thread."""
-        before, self._thread.around = getattr(self._thread, "around", None), _checkpoint()
+        before, self._thread.around = getattr(self._thread, "around", None), inmost_checkpoint()
         try:
             yield
         finally:
@@ -34,7 +34,7 @@ class OwnCheckpoints:
         """`run`, or `plain` within a checkpoint of the model's own."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            inmost = _checkpoint()
+            inmost = inmost_checkpoint()
             if inmost is None or inmost is getattr(self._thread, "around", None):
                 return run(*args, **kwargs)
             self.calls += 1
@@ -47,10 +47,3 @@ class OwnCheckpoints:
             "calls of these parts within checkpoints of the model's own run as they are written"
         )
         return [f"{self.calls} {within}"] if self.calls else []
-
-
-def _checkpoint() -> Any:
-    """What keeps tensors, if that is a checkpoint; None otherwise."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    keeps = None if hooks is None else hooks[0]
-    return keeps if getattr(keeps, "__module__", None) == "torch.utils.checkpoint" else None

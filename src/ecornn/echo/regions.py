@@ -22,7 +22,7 @@ from ecornn.echo.calls_noted import CommonInputs, noting_calls
 from ecornn.echo.counted import Calls, counted, counted_with_gradients, counted_without_numbers
 from ecornn.echo.counted_storages import Functions, NotedFunctions
 from ecornn.echo.exchanged import Exchanged
-from ecornn.echo.frozen import telling_frozen
+from ecornn.echo.frozen import for_what_is_trained
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
@@ -217,8 +217,7 @@ class Regions:
             backend = self._backend_of(path, asked)
             self._backends[path] = backend
             run = alone(part.forward if path else part)
-            compiled = torch.compile(run, backend=backend, dynamic=self.dynamic)
-            compiled = telling_frozen(compiled, part)
+            compiled = for_what_is_trained(run, backend, self.dynamic, part)
             if calls > 1:
                 compiled = noting_calls(compiled, backend.common)
                 compiled = self.beginnings.of(path).around(compiled)

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ecornn.echo.calls_noted import CommonInputs, first_of, noting_calls
 from ecornn.echo.counted import Places
 from ecornn.echo.counted_storages import Counted, Functions
-from ecornn.echo.frozen import telling_nothing
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.model_call import ModelCall
@@ -96,7 +95,7 @@ class Rehearsal:
         """As `Regions` does."""
         module, starts = self.model.get_submodule(path), Starts(part.starts)
         run = torch.compile(alone(module.forward), backend=self._backend(path), dynamic=False)
-        run = self._noting_calls(telling_nothing(run))
+        run = self._noting_calls(run)
         if part.common is not None:
             run = noting_calls(run, part.common)
         run = without_lean_functions(starts.around(run))

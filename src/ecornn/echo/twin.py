@@ -69,11 +69,9 @@ def leaving_no_trace() -> Iterator[None]:
 
 def alone(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A function of its own around a part's `forward`, code object included: torch keeps what it
-    compiles by code object, a few for each, and parts of one class would push each other out. Its
-    first argument is for torch to compare: what was compiled for another one is not used."""
+    compiles by code object, a few for each, and parts of one class would push each other out."""
 
-    def run(told: str, *args: Any, **kwargs: Any) -> Any:
-        len(told)  # torch compares what is looked at
+    def run(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
     code = run.__code__.replace(co_name="region")

@@ -282,6 +282,11 @@ class RecurrentLayer(TracedAsOperators, torch.nn.RNNBase):
             any(t.requires_grad for t in tensors) or (c0 is not None and c0.requires_grad)
         )
         device = x.device.type
+        dropout = stack.dropout
+        if traced:
+            # with sizes that are symbols this is one as well, of which no plan can be made; whether
+            # there is dropout is all that one depends on
+            dropout = 1.0 if dropout > 0 else 0.0
         return plan_from(  # in the order of RnnSpec's fields
             stack.cell,
             self.input_size,
@@ -292,8 +297,8 @@ class RecurrentLayer(TracedAsOperators, torch.nn.RNNBase):
             self.bias,
             x.dtype,
             device,
-            stack.dropout,
-            self.variational and stack.dropout > 0,
+            dropout,
+            self.variational and dropout > 0,
             self.layer_norm,
             self.zoneout != (0.0, 0.0),
             stack.lengths_B is not None,

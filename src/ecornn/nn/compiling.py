@@ -25,6 +25,9 @@ def let_dynamo_trace() -> None:
 
     # the planner runs at trace time, and its answer is a constant of the graph
     torch._dynamo.assume_constant_result(stack.plan_from)
+    # torch 2.11 fails on its own function, on tensors without numbers, where later ones go on
+    # without a graph; torch.nn's layers are not traced, and nothing around them
+    torch._dynamo.disallow_in_graph(torch._VF._pad_packed_sequence)
     wrap = getattr(VariableBuilder, "wrap_module", None)
     if wrap is None or not hasattr(torch._dynamo.config, "allow_rnn"):
         return  # a newer Dynamo without the restriction this lifts

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
+from typing import Any
+
+import torch
 
 from ecornn.backends.protocol import LayerCall
 
@@ -68,26 +71,42 @@ class Gates:
         return self.bytes_of_direction <= FEW_BYTES
 
 
-#: Threads in which it is wanted: as a rule none, which every call of a small layer has to find out,
-#: and a thread's own variable takes longer to read.
-_threads: set[int] = set()
+#: Threads in which it is wanted, with the checkpoint around whoever wants it: as a rule none, which
+#: every call of a small layer has to find out, and a thread's own variable takes longer to read.
+_threads: dict[int, Any] = {}
 
 
 def states_alone() -> bool:
-    """Whether layers that are free to choose keep no gates, few as they may be, in this thread."""
-    return bool(_threads) and get_ident() in _threads
+    """Whether layers that are free to choose keep no gates, few as they may be, in this thread. Not
+    within a checkpoint that was begun since: it runs a layer again when nobody wants anything any
+    more, and takes what is kept then for what was kept before, by its place."""
+    if not _threads:
+        return False
+    thread = get_ident()
+    return thread in _threads and _threads[thread] is inmost_checkpoint()
 
 
 @contextmanager
 def keeping_states_alone(wanted: bool = True) -> Iterator[None]:
     """For whoever plans the memory of a step around layers that it does not compile. What a layer
     keeps is settled in its forward pass."""
-    thread, before = get_ident(), states_alone()
-    (_threads.add if wanted else _threads.discard)(thread)
+    thread = get_ident()
+    before = {thread: _threads[thread]} if thread in _threads else {}
+    _threads.pop(thread, None)
+    if wanted:
+        _threads[thread] = inmost_checkpoint()
     try:
         yield
     finally:
-        (_threads.add if before else _threads.discard)(thread)
+        _threads.pop(thread, None)
+        _threads.update(before)
+
+
+def inmost_checkpoint() -> Any:
+    """What keeps tensors, if that is one of `torch.utils.checkpoint`; None otherwise."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    keeps = None if hooks is None else hooks[0]
+    return keeps if getattr(keeps, "__module__", None) == "torch.utils.checkpoint" else None
 
 
 def keeps_gates(bytes_of_direction: int) -> bool:
