@@ -54,7 +54,8 @@ class Divided(nn.Module):
     def __init__(self, own: int = 3, **options: Any) -> None:
         super().__init__()
         options = {"backend": "reference", **options}
-        self.front = nn.Sequential(nn.Linear(8, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN))
+        # what it keeps is its result: there is nothing to plan
+        self.front = nn.Sequential(nn.Linear(8, HIDDEN), nn.Tanh())
         self.own = nn.ModuleList(ecornn.LSTM(HIDDEN, HIDDEN, **options) for _ in range(own))
         self.theirs, self.out = nn.GRU(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 3)
 
