@@ -150,7 +150,10 @@ def test_of_two_layers_the_one_that_is_free_changes() -> None:
     assert found == {"free": "states", "asked": "gates"}
 
 
-def test_auto_holds_no_more_than_torch_does() -> None:
+@pytest.mark.parametrize("alike", [pipeline.ALIKE, 10.0])
+def test_auto_holds_no_more_than_torch_does(alike: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much two peaks may differ to count as alike."""
+    monkeypatch.setattr(pipeline, "ALIKE", alike)
     run, _ = compiled(made())
     assert kept(run) == ["states"]
     asked, _ = compiled(made(keep="states"))

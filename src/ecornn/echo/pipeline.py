@@ -145,9 +145,13 @@ def _decided(
         try:
             joint = _joint(module, forward_outputs, request, calls, left, again, kept)
         except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
-            refused.append((f"{len(again)} recurrent layers", _first_line(error)))
+            refused.append((f"{len(again or kept)} recurrent layers", _first_line(error)))
             return False
         found, _ = considered(joint, limits)
+        if kept:  # torch's own compilers would not: only where no more is held than by them
+            of_torch = {c.strategy: c.estimate.peak(request.calls) for c in candidates if c.modules}
+            most = of_torch.get("torch's min-cut", of_torch.get("keep all", 0))
+            found = [one for one in found if one.estimate.peak(request.calls) <= most]
         candidates.extend(found)
         return any(_place(one, limits, request) is not None for one in found)
 
