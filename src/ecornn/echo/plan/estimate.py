@@ -47,7 +47,8 @@ class Estimate:
     def weight(self, calls: int = 1, *, among_others: bool = False) -> int:
         """The bytes by which plans are compared. While other parts of a model run, between the
         passes, nothing of this one is there but what it keeps. The peak of the step may be there
-        or here, which nobody knows before all parts are compiled: both count alike."""
+        or here, which nobody knows before all parts are compiled: both count alike. Of many calls
+        the peak counts already what all but one keep."""
         return self.peak(calls) + (self.kept_bytes if among_others else 0)
 
 
