@@ -175,7 +175,7 @@ def test_dropout_inside_cudnn_draws_what_it_draws_without_echo() -> None:
     model, x = Stacked().cuda(), torch.randn(5, 3, 32, device=CUDA)
     model(x)
     found = []
-    compiled = ecornn.compile(model)
+    compiled = ecornn.compile(model, recurrent="torch")
     for run in (model, model, compiled):
         torch.manual_seed(3)
         found.append(run(x))
@@ -222,7 +222,7 @@ def test_both_passes_of_a_layer_are_foretold(
 def test_a_budget_is_met_by_running_one_layer_again() -> None:
     """Of five, whose reserves are most of what the model holds."""
     step = make_step("speech", device="cuda")
-    step.run = ecornn.compile(step.model, memory=0.9)
+    step.run = ecornn.compile(step.model, memory=0.9, recurrent="torch")
     for _ in range(3):
         step()
     regions = step.run._regions  # type: ignore[attr-defined]

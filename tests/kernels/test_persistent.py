@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from ecornn.backends.persistent_calls import Piece, pieces
-from ecornn.kernels.jit import Variant, build, compiler_unavailable
+from ecornn.kernels.jit import CompileError, Variant, build, compiler_unavailable
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.jit.resources import Resources, resources
 from ecornn.kernels.losses import CrossEntropyArguments, CrossEntropyTile
@@ -406,12 +408,14 @@ def test_rows_follow_the_gates() -> None:
 def test_the_failure_flag_is_the_host_s_whatever_torch_s_default_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And where the first call of a layer is one on tensors without numbers."""
+
     def zeros(*shape: int, pin_memory: bool, **options: Any) -> Any:
         assert pin_memory
         return made(*shape, **options)
 
     made = torch.zeros
-    with torch.device("meta"):
+    with torch.device("meta"), FakeTensorMode():
         monkeypatch.setattr(torch, "zeros", zeros)  # no memory can be pinned without a GPU
         flag = device.FailureFlag()
     assert flag.address == flag.tensor.data_ptr() != 0
@@ -428,3 +432,27 @@ def test_one_launch_for_gradients_is_for_small_layers() -> None:
     assert 0 < most[1] <= most[SPLIT] / SPLIT + 256
     assert not small(1, SPLIT, hidden=2 * MOST_UNITS)
     assert not small(1, SPLIT, inputs=2 * MOST_UNITS)
+
+
+def test_kernels_of_several_requests_are_built_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each waits for the other here; one that fails is told of when it is asked for."""
+    both = threading.Barrier(2, timeout=60)
+    asks = [Request(name, "lstm", "tf32", 512, 128, 1, False) for name in ("forward", "backward")]
+
+    def build(variant: Variant) -> bytes:
+        both.wait()
+        raise CompileError(str(variant))
+
+    monkeypatch.setattr(device, "compiled", build)
+    monkeypatch.setattr(device, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(device, "chip", lambda index: HOPPER)
+    monkeypatch.setattr(device, "_FOUND", {})
+    device.build_side_by_side(asks, 0)
+    assert not both.broken
+    device.build_side_by_side(asks[:1], 0)  # one by itself is left to whoever asks for it
+    monkeypatch.setattr(device, "_FOUND", {(ask, 0): None for ask in asks})
+    device.build_side_by_side(asks, 0)
+    assert not both.broken
+    assert both.n_waiting == 0

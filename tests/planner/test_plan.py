@@ -12,6 +12,7 @@ import ecornn
 from ecornn.backends.registry import BACKENDS, by_name
 from ecornn.planner import keeps_gates_unasked, plan
 from ecornn.spec import RnnSpec
+from support.machine import HOPPER
 
 PLAIN = RnnSpec("lstm", 4, 8)
 #: What a request for a GPU gets where there is none to run it.
@@ -310,6 +311,24 @@ class TestPersistent:
         spec = asked(device="cuda", input_size=64, hidden=64, dtype=torch.float32, **changes)
         assert ("quicker" in (self.backend.refuse(spec) or "")) == quicker
 
+    @pytest.mark.parametrize(("batch", "served"), [(40, True), (79, True), (80, True), (81, False)])
+    def test_more_sequences_than_fit_run_in_two_launches(
+        self, batch: int, served: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from ecornn.backends import persistent
+
+        def geometry(ask: Any, device: int) -> object | None:
+            return object() if ask.batch <= 40 else None
+
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent, "geometry", geometry)
+        monkeypatch.setattr(persistent, "build_side_by_side", lambda asks, device: None)
+        monkeypatch.setattr(persistent, "chip", lambda device: HOPPER)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        spec = asked(device="cuda", hidden=1024, batch=batch, needs_grad=True)
+        refusal = self.backend.refuse(spec)
+        assert refusal is None if served else f"a batch of {batch}, do not fit" in str(refusal)
+
     def test_a_capture_finds_its_kernel_loaded_or_goes_to_torchs(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -324,6 +343,7 @@ class TestPersistent:
         monkeypatch.setattr(persistent, "too_old", lambda: None)
         monkeypatch.setattr(persistent, "geometry", geometry)
         monkeypatch.setattr(persistent, "is_loaded", lambda ask, device: ask in loaded)
+        monkeypatch.setattr(persistent, "build_side_by_side", lambda asks, device: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         for hidden, then in ((128, None), (1024, "quicker")):
             eager = asked(

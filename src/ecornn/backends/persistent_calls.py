@@ -16,7 +16,7 @@ from ecornn.errors import InvalidInput, NoBackend
 from ecornn.kernels.persistent.arguments import FROZEN_AFTER_END, RESET_TO_INITIAL
 from ecornn.kernels.persistent.choose import Request
 from ecornn.kernels.persistent.device import failure_flag, geometry, numbers_of
-from ecornn.kernels.persistent.launch import Launcher, launcher
+from ecornn.kernels.persistent.launch import Launcher, launcher, set_all_bits
 from ecornn.kernels.persistent.tile import round_up
 from ecornn.spec import GATES
 
@@ -111,7 +111,7 @@ def _find_launches(
             "backend='aten'"
         )
     size = batch
-    while size >= 1:
+    while True:
         for together in range(directions, 0, -1):
             ask = Request(name, cell, numbers, hidden, size, together, features)
             found = geometry(ask, device)
@@ -121,11 +121,18 @@ def _find_launches(
                     for direction in range(0, directions, together)
                     for at in range(0, batch, size)
                 ]
-        size //= 2
+        if size == 1:
+            break
+        size = half_of(size)
     raise NoBackend(
         f"the weights of {hidden} units do not fit on GPU {device}; the plan was made for the "
         f"current one: call the layer under torch.cuda.device({device}), or with backend='aten'"
     )
+
+
+def half_of(batch: int) -> int:
+    """The larger one, so that there are two."""
+    return -(-batch // 2)
 
 
 def check_weights(call: LayerCall) -> None:
@@ -193,8 +200,12 @@ def padded(hidden: int, dtype: torch.dtype) -> int:
 
 
 def marked(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A new tensor in which every value is the mark that no result can be."""
+    """A new tensor in which every value is the mark that no result can be: all bits set."""
     found = like.new_empty(shape)
+    size = found.nbytes
+    if found.is_cuda and size % 4 == 0:
+        set_all_bits(found.data_ptr(), size, found.get_device())
+        return found
     found.view(torch.int32 if found.dtype == torch.float32 else torch.int16).fill_(-1)
     return found
 

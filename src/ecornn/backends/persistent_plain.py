@@ -12,7 +12,7 @@ Shape suffixes: see `protocol`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,8 @@ from ecornn.kernels.persistent.shares import (
     share_launcher,
 )
 from ecornn.spec import GATES
+
+_AS_THEY_ARE = nullcontext()
 
 
 class PlainResult(NamedTuple):
@@ -92,6 +94,8 @@ class PlainLayer:
         self._share_launch: Launcher | None = None
         numbers = numbers_of(x.dtype)
         assert numbers is not None
+        #: Whether torch's products of float32 must be of TF32 to match the kernels'; None: others.
+        self._tf32 = numbers == "tf32" if x.dtype == torch.float32 else None
         if is_small_product(x.element_size(), *self._shares_shape, self.inputs):
             self._share_launch = share_launcher(numbers, self.device)
         #: Whether `backward` serves; if not, the general one does.
@@ -212,19 +216,24 @@ class PlainLayer:
 
     def _shares_of(self, x: Tensor, w_ih: Tensor, piece: Piece, gates: Tensor) -> None:
         """The input's share of a piece's gates."""
-        start, stop = piece.times(descending=False)
-        rows = x[start:stop].view(-1, self.inputs)
-        with matching_products() if self.dtype == torch.float32 else nullcontext():
-            torch.mm(rows, w_ih.t(), out=gates[: piece.steps * self.batch])
+        start, count = piece.first_step * self.batch, piece.steps * self.batch
+        rows = x.view(self.rows, self.inputs).narrow(0, start, count)
+        some = gates if gates.shape[0] == count else gates[:count]
+        with self._matching():
+            torch.mm(rows, w_ih.t(), out=some)
+
+    def _matching(self) -> AbstractContextManager[None]:
+        """For torch's products; as a rule they match anyway."""
+        if self._tf32 is None:
+            return _AS_THEY_ARE
+        now = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return _AS_THEY_ARE if now == self._tf32 else matching_products()
 
     def _shares(self, x: Tensor, w_ih: Tensor) -> Tensor:
-        """The input's share of all gates, as rows."""
+        """The input's share of all gates."""
         if self._share_launch is None:
-            rows = x.view(self.rows, self.inputs)
-            if self.dtype != torch.float32:
-                return torch.mm(rows, w_ih.t())
-            with matching_products():
-                return torch.mm(rows, w_ih.t())
+            with self._matching():  # one call: views for a product take the host as long as that
+                return torch._C._nn.linear(x, w_ih)
         found = x.new_empty(self._shares_shape)
         xs, w = x.data_ptr(), w_ih.data_ptr()
         packed = SHARES.pack(
@@ -241,7 +250,7 @@ class PlainLayer:
         gates = x.new_empty(self._shares_shape)
         across, states = weights[1].t(), output.view(self.rows, self.hidden)
         first, rest = gates[: self.batch], gates[self.batch :]
-        with matching_products() if self.dtype == torch.float32 else nullcontext():
+        with self._matching():
             torch.mm(x.view(self.rows, self.inputs), weights[0].t(), out=gates)
             if not is_zero_state(h0):
                 torch.addmm(first, h0.view(self.batch, self.hidden), across, out=first)

@@ -30,6 +30,7 @@ def compile(  # torch's name for it
     lean: bool | str = True,
     masks: str = "bytes",
     maps: str = "exact",
+    recurrent: str = "auto",
 ) -> Any:
     """Compile a model or a function with Echo.
 
@@ -47,6 +48,10 @@ def compile(  # torch's name for it
         as few bytes as tell them apart.
     maps: "bf16" or "fp8" keeps feature maps rounded to 16 or 8 bits; gradients are not eager mode's
         then. "exact" rounds nothing.
+    recurrent: layers of torch.nn are made to run on this package's kernels at the first call, as by
+        `ecornn.convert`, where code is generated ("inductor"), these kernels serve them, and no
+        part of the model is called so often that it is compiled by itself. "torch" leaves them as
+        they are.
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.
@@ -54,8 +59,10 @@ def compile(  # torch's name for it
     options = read_options({"memory": memory, "codegen": codegen, "masks": masks, "maps": maps})
     if lean not in (True, False, "layers"):
         raise InvalidInput("lean", repr(lean), 'True, False or "layers"', "give one of these")
+    if recurrent not in ("auto", "torch"):
+        raise InvalidInput("recurrent", repr(recurrent), '"auto" or "torch"', "give one of these")
     if isinstance(model, nn.Module):
-        return CompiledModel(model, options, _checked(model, regions), dynamic, lean)
+        return CompiledModel(model, options, _checked(model, regions), dynamic, lean, recurrent)
     if not callable(model):
         raise InvalidInput("model", repr(model), "a module or a function", "pass what is called")
     if regions not in ("auto", ()):
@@ -100,14 +107,15 @@ class CompiledModel(nn.Module):
         regions: tuple[str, ...] | None,
         dynamic: bool | None,
         lean: bool | str = True,
+        recurrent: str = "auto",
     ) -> None:
         super().__init__()
         self._modules["_orig_mod"] = model
         self.__dict__["training"] = model.training
         # a model that holds this one loads what `state_dict` has saved: names without ours
         self._register_load_state_dict_pre_hook(_with_our_name)
-        self.__dict__["_asked"] = (options, regions, dynamic, lean)
-        self.__dict__["_regions"] = Regions(model, options, regions, dynamic, lean)
+        self.__dict__["_asked"] = asked = (options, regions, dynamic, lean, recurrent)
+        self.__dict__["_regions"] = Regions(model, *asked)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _untraced(self._regions, args, kwargs)

@@ -4,7 +4,7 @@ which of their own results."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.lean.worth import Priced
+from ecornn.echo.own_kernels import OwnKernels
 from ecornn.echo.twin import fake, leaving_no_trace, without_numbers
 
 
@@ -133,12 +134,21 @@ def counted(model: nn.Module, *, compare: bool = True, gradients: bool = False) 
             hook.remove()
 
 
-def counted_without_numbers(model: nn.Module, args: Any, kwargs: Any, mode: Priced) -> Calls:
-    """By a copy of the model."""
+def counted_without_numbers(
+    model: nn.Module, args: Any, kwargs: Any, mode: Priced, own: OwnKernels | None = None
+) -> Calls:
+    """By a copy of the model; with `own`, its recurrent layers as ours."""
     with leaving_no_trace():
-        twin = without_numbers(model, mode)
+        seen_to = {} if own is None else {"seen_to": own.sees_to}
+        twin = without_numbers(model, mode, **seen_to)
         args, kwargs = tree_map(lambda value: fake(value, mode), (args, kwargs))
-        with counted(twin) as calls, mode.parts_of(twin), mode, torch.no_grad():
+        with (
+            nullcontext() if own is None else own.noted(twin),
+            counted(twin) as calls,
+            mode.parts_of(twin),
+            mode,
+            torch.no_grad(),
+        ):
             twin(*args, **kwargs)
     return calls
 

@@ -9,7 +9,7 @@ one call keeps is there as many times when the backward passes begin.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -33,6 +33,7 @@ from ecornn.echo.lean.worth import NEARLY_FREE, Priced, Shares
 from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
 from ecornn.echo.options import Memory, Options
 from ecornn.echo.own_checkpoints import OwnCheckpoints
+from ecornn.echo.own_kernels import OwnKernels, has_layers_of_torch, run_on_own_kernels
 from ecornn.echo.parts import (
     SELDOM,
     called_often,
@@ -46,6 +47,16 @@ from ecornn.echo.starts import Beginnings
 from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
 from ecornn.echo.twin import alone, device_of
 from ecornn.ops.keeping import keeping_states_alone
+from ecornn.sizes import size_text
+
+
+@dataclass(frozen=True)
+class _CountedDry:
+    """The calls of a model's parts, the times of a step, and the call itself."""
+
+    calls: Calls
+    shares: Shares
+    call: ModelCall | None
 
 
 class Regions:
@@ -58,14 +69,18 @@ class Regions:
         given: tuple[str, ...] | None,
         dynamic: bool | None,
         lean: bool | str = True,
+        recurrent: str = "auto",
     ) -> None:
         self.model, self.options, self.dynamic = model, options, dynamic
+        self.recurrent = recurrent
+        self.own: OwnKernels | None = None  # those of torch's layers that were made to run on them
         self.lean = lean if missing() is None else False
         self.calls: dict[str, int] | None = None if given is None else dict.fromkeys(given, 0)
         self.given = given is not None
         #: Some parts are compiled, or none, and the rest runs as it is written.
         self.divided = self.given and bool(given)
         self.untraced = False  # that is because of layers which torch's compiler leaves alone
+        self.for_scores = False  # or because of what a cross entropy keeps that is compiled
         self.why_wet: str | None = None
         self.why_twice: str | None = None  # a loop that begins with zeros may be compiled so often
         self.replaced = Replaced()
@@ -88,12 +103,16 @@ class Regions:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.calls is None or any(count == 0 for count in self.calls.values()):
             weights = list(self.model.parameters())
-            if choose_codegen(self.options.codegen, weights)[0] == "inductor":
+            generated = choose_codegen(self.options.codegen, weights)[0] == "inductor"
+            if generated:
                 start_compilers(weights)  # ready when the calls are counted and a part is traced
-            counts = self._counted_dry(args, kwargs)
-            if counts is None:
+            found = self._counted_dry(args, kwargs)
+            if generated:
+                found = self._with_own_kernels(args, kwargs, found)
+            if isinstance(found, str):
+                self.why_wet = found
                 return self._counted_wet(args, kwargs)
-            self._settle(counts)
+            self._settle(self._taken_over(found))
         if self.beginnings.unseen and self.divided and torch.is_grad_enabled():
             self._see_beginnings(args, kwargs)
         if not self.divided:
@@ -157,30 +176,59 @@ class Regions:
         if self.calls is None:
             self.calls = called_often(self.model, counts)
             self.divided = bool(self.calls)
-            if not self.divided and runs_untraced_layers(self.model):
-                self.divided = self.untraced = True
+            if not self.divided:
+                self.untraced = runs_untraced_layers(self.model)
+                self.for_scores = bool(self.lean) and self.shares.mostly_scores
+                self.divided = self.untraced or self.for_scores
+            if self.untraced or self.for_scores:
                 self.calls = {path: counts[path] for path in traceable(self.model, counts)}
         else:
             self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
         if self.options.memory.kind == "auto":
             self._nearly_free = self.shares.nearly_free(self.calls)
 
-    def _counted_dry(self, args: Any, kwargs: Any) -> dict[str, int] | None:
+    def _counted_dry(
+        self, args: Any, kwargs: Any, own: OwnKernels | None = None
+    ) -> _CountedDry | str:
         """Calls of the parts, by a run of a copy on fake tensors: it takes no memory, computes
-        nothing and leaves the model as it is. None where the model's course depends on its numbers,
-        or it cannot be copied."""
+        nothing and leaves the model as it is. Where the model's course depends on its numbers, or
+        it cannot be copied, what was said then. With `own`, the copy's recurrent layers are
+        ours."""
         mode = Priced()
-        self.why_wet = None
         try:
             given = ModelCall.of(args, kwargs, device_of(self.model))
-            calls = counted_without_numbers(self.model, args, kwargs, mode)
+            calls = counted_without_numbers(self.model, args, kwargs, mode, own)
         except Exception as error:  # whatever the model raises without numbers
-            self.why_wet = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return None
-        self.shares, self.first_call, self.common = mode.shares, given, calls.common()
-        if not any(places.chosen for places in calls.fed_back().values()):
+            return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return _CountedDry(calls, mode.shares, given)
+
+    def _with_own_kernels(
+        self, args: Any, kwargs: Any, found: _CountedDry | str
+    ) -> _CountedDry | str:
+        """Recurrent layers of torch run on our kernels where these serve them, and no part of the
+        model is called so often that it is compiled by itself: around such parts they are run
+        again, which holds less."""
+        if self.given or self.recurrent == "torch" or not has_layers_of_torch(self.model):
+            return found
+        if isinstance(found, _CountedDry) and called_often(self.model, found.calls.counts):
+            return found
+        own = OwnKernels()
+        ours = self._counted_dry(args, kwargs, own)
+        if isinstance(ours, str) or called_often(self.model, ours.calls.counts):
+            return found
+        run_on_own_kernels(self.model, own.served)
+        self.own = own
+        if not own.served:
+            return found
+        return ours if len(own.served) == len(own.refused) else self._counted_dry(args, kwargs)
+
+    def _taken_over(self, found: _CountedDry) -> dict[str, int]:
+        self.why_wet = None
+        self.shares, self.first_call = found.shares, found.call
+        self.common = found.calls.common()
+        if not any(places.chosen for places in found.calls.fed_back().values()):
             self.beginnings.note(self.model, Calls())
-        return calls.counts
+        return found.calls.counts
 
     def _see_beginnings(self, args: Any, kwargs: Any) -> None:
         """At the first call with gradients, where some part is handed results of its own."""
@@ -277,13 +325,18 @@ class Regions:
         """How the model was divided, in sentences."""
         if self.calls is None:
             return ["not called yet: nothing is compiled"]
+        own = [] if self.own is None else self.own.told()
         if not self.divided:
-            return [f"the whole model is compiled: {'as asked for' if self.given else SELDOM}"]
+            why = "as asked for" if self.given else SELDOM
+            return [f"the whole model is compiled: {why}", *own]
         how = "named by the caller" if self.given else "found at the first call"
         parts = "; ".join(f"{path}, {count} times" for path, count in self.calls.items())
-        found = [f"called in one forward pass, {how}, each compiled once: {parts or 'none'}"]
+        found = [f"called in one forward pass, {how}, each compiled once: {parts or 'none'}", *own]
         if self.untraced:
             found.append("torch's compiler does not take recurrent layers of torch.nn")
+        if self.for_scores:
+            size = size_text(self.shares.scores)
+            found.append(f"compiled, a cross entropy would keep more than its {size} of scores")
         if self.why_wet is not None:
             found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
         if self.why_twice is not None:

@@ -18,10 +18,16 @@ from torch._subclasses import FakeTensorMode
 from ecornn.echo.graph import NotUnderstood
 
 
-def without_numbers(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def without_numbers(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    *,
+    seen_to: Callable[[nn.Module], bool] = lambda part: False,
+) -> nn.Module:
     """A copy whose weights and buffers have no numbers, and that calls nobody's hooks: what it
-    keeps, counts or appends to, it does for itself."""
-    if any(map(_draws_in_cudnn, model.modules())):
+    keeps, counts or appends to, it does for itself. `seen_to`: parts that whoever runs it keeps
+    from drawing inside cuDNN."""
+    if any(_draws_in_cudnn(part) and not seen_to(part) for part in model.modules()):
         raise NotUnderstood("a recurrent layer draws inside cuDNN, even without numbers")
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(tensor): fake(tensor, mode) for tensor in tensors}

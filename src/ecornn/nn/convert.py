@@ -15,6 +15,7 @@ from ecornn.nn.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.nn.gru import GRU
 from ecornn.nn.lstm import LSTM
 from ecornn.nn.rnn import RNN
+from ecornn.ops import conversion
 
 #: torch's class and ours.
 REPLACEMENTS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
@@ -25,6 +26,9 @@ REPLACEMENTS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.GRUCell: GRUCell,
     torch.nn.RNNCell: RNNCell,
 }
+
+#: Of these, the layers: whoever compiles a model may run them on our kernels. Cells have none.
+LAYERS = (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN)
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
@@ -57,6 +61,10 @@ def _convert_one(module: torch.nn.Module) -> None:
         return
     if isinstance(module, RecurrentLayer):
         module._fill_options()
+
+
+for _kind in LAYERS:
+    conversion.tell(_kind, _convert_one)
 
 
 class patch:

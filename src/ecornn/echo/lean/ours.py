@@ -9,6 +9,7 @@ from typing import Any
 
 from ecornn.echo.keep_modes import FORWARD, gates_made_again
 from ecornn.echo.parts import within
+from ecornn.ops.keeping import gates_of
 from ecornn.ops.recurrence import read_call
 from ecornn.planner import keeps_gates_unasked
 from ecornn.sizes import size_text
@@ -33,6 +34,11 @@ def own_call(path: str, func: Any, args: Any) -> OwnCall | None:
     if not gates.few or not keeps_gates_unasked(backend, call.cell):
         return None
     return OwnCall(path, gates.bytes, seconds)
+
+
+def gate_bytes(func: Any, args: Any) -> int:
+    """Of a call of a recurrent layer of this package, whether it keeps them or not."""
+    return gates_of(read_call(*args)).bytes if func is FORWARD else 0
 
 
 def told_of_own(

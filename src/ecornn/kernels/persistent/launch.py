@@ -146,6 +146,27 @@ def _launch_function() -> Any:
     return function
 
 
+@cache
+def _fill_function() -> Any:
+    function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuMemsetD32Async
+    function.argtypes = (ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
+    function.restype = ctypes.c_int
+    return function
+
+
+def set_all_bits(address: int, size: int, device: int) -> None:
+    """Of `size` bytes, a multiple of four, on torch's current stream. By the driver: in a profile
+    of a call a fill by torch and the view that it needs took the host 20 to 30 µs."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    fill = (address, 0xFFFFFFFF, size // 4, stream)
+    code = _fill_function()(*fill)
+    if code == INVALID_CONTEXT:
+        make_context_current(device)
+        code = _fill_function()(*fill)
+    if code != 0:
+        raise LaunchError(f"filling {size} bytes: {driver().CUresult(code)!r}")
+
+
 class Launcher:
     """A kernel with one geometry on one device, ready to be launched."""
 

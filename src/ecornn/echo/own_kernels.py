@@ -1,0 +1,84 @@
+"""Recurrent layers of torch.nn that run on this package's kernels: which of a model's, and why the
+others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ecornn.echo.graph import NotUnderstood
+from ecornn.ops.conversion import become_ours, can_become_ours
+
+#: The backend that has kernels of this package's.
+KERNELS = "persistent"
+
+
+class OwnKernels:
+    def __init__(self) -> None:
+        #: By path of a layer that was called: why torch runs it; None if our kernels do.
+        self.refused: dict[str, str | None] = {}
+
+    @property
+    def served(self) -> list[str]:
+        return [path for path, why in self.refused.items() if why is None]
+
+    @staticmethod
+    def sees_to(layer: nn.Module) -> bool:
+        """That it does not draw inside cuDNN."""
+        return can_become_ours(layer)
+
+    def told(self) -> list[str]:
+        found = []
+        if self.served:
+            names = ", ".join(self.served)
+            found.append(f"recurrent layers of torch.nn that run on kernels of ecornn: {names}")
+        others = ((path, why) for path, why in self.refused.items() if why is not None)
+        return [*found, *(f"{path} is left to torch: {why}" for path, why in others)]
+
+    @contextmanager
+    def noted(self, twin: nn.Module) -> Iterator[None]:
+        """While a copy of the model runs, its layers ours: what would run each of them."""
+        hooks = []
+        for path, layer in twin.named_modules():
+            if can_become_ours(layer):
+                become_ours(layer)
+                hooks.append(layer.register_forward_pre_hook(self._note(path), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, path: str) -> Callable[..., None]:
+        def note(layer: Any, args: Any, kwargs: Any) -> None:
+            why = refusal(layer, args, kwargs)
+            if why is not None and layer.training and layer.dropout > 0:
+                raise NotUnderstood(f"{path} draws inside cuDNN, even without numbers")
+            self.refused[path] = self.refused.get(path) or why
+
+        return note
+
+
+def refusal(layer: Any, args: Any, kwargs: Any) -> str | None:
+    """Why our kernels do not serve a call of a layer of ours; None if they do."""
+    with torch.enable_grad():  # often the first call of a model that is trained is made without
+        plan = layer.explain(*args, **kwargs)
+    reasons = (why.reason for why in plan.rejections if why.backend == KERNELS)
+    return None if plan.backend == KERNELS else next(reasons, f"{plan.backend} runs it")
+
+
+def run_on_own_kernels(model: nn.Module, paths: list[str]) -> None:
+    for path in paths:
+        layer = model.get_submodule(path)
+        if can_become_ours(layer):  # another thread may have been quicker
+            become_ours(layer)
+
+
+def has_layers_of_torch(model: nn.Module) -> bool:
+    """On a GPU, where the kernels are."""
+    layers = filter(can_become_ours, model.modules())
+    return any(weight.is_cuda for layer in layers for weight in layer.parameters())

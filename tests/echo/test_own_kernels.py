@@ -1,0 +1,214 @@
+"""Recurrent layers of torch.nn on kernels of this package. There are none for a CPU: torch's own
+stand for them here, on which layers of ours run there, and code generation is left as it is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ecornn
+from ecornn.echo import own_kernels, regions
+from ecornn.errors import InvalidInput
+
+WIDTH, HIDDEN, STEPS, BATCH = 6, 8, 5, 3
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def any_of_torch(model: nn.Module) -> bool:
+        return any(map(own_kernels.can_become_ours, model.modules()))
+
+    monkeypatch.setattr(own_kernels, "KERNELS", "aten")
+    monkeypatch.setattr(regions, "has_layers_of_torch", any_of_torch)
+    monkeypatch.setattr(regions, "choose_codegen", lambda *_: ("inductor", "as on a GPU"))
+    monkeypatch.setattr(regions, "start_compilers", lambda *_: None)
+
+
+class Two(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.LSTM(WIDTH, HIDDEN, **options)
+        self.second = nn.GRU(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)[0]))[0].square().mean()
+
+
+class Words(nn.Module):
+    """A language model: most of what it holds are scores."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(words, HIDDEN)
+        self.rnn = nn.LSTM(HIDDEN, HIDDEN)
+        self.output = nn.Linear(HIDDEN, words)
+
+    def forward(self, words_TB: Tensor) -> Tensor:
+        scores = self.output(self.rnn(self.embedding(words_TB[:-1]))[0])
+        return F.cross_entropy(scores.flatten(0, 1), words_TB[1:].flatten())
+
+
+def given() -> Tensor:
+    return torch.randn(STEPS, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def step(run: Callable[..., Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = run(x)
+    loss.backward()
+    return [loss.detach(), *(w.grad.clone() for w in model.parameters() if w.grad is not None)]
+
+
+def kinds(model: nn.Module) -> list[type]:
+    return [type(part) for part in model.children()]
+
+
+def test_layers_of_torch_run_on_own_kernels_in_one_graph(on_a_gpu: None) -> None:
+    model, x = Two(), given()
+    expected = step(model, model, x)
+    weights = list(model.parameters())
+    run = ecornn.compile(model)
+    for _ in range(2):
+        torch.testing.assert_close(step(run, model, x), expected)
+    assert kinds(model) == [ecornn.LSTM, ecornn.GRU]
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    found = run.explain()
+    assert len(found.graphs) == 1
+    assert "torch.nn that run on kernels of ecornn: first, second" in str(found)
+
+
+def test_the_first_call_is_made_with_them_already(on_a_gpu: None) -> None:
+    """A checkpoint in the model runs them again after the call."""
+
+    class Checkpointed(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.first, x, use_reentrant=False)[0]
+            return self.second(torch.tanh(hidden))[0].square().mean()
+
+    model, x = Checkpointed(), given()
+    expected = step(model, model, x)
+    run = ecornn.compile(model)
+    for _ in range(2):
+        torch.testing.assert_close(step(run, model, x), expected)
+    assert kinds(model) == [ecornn.LSTM, ecornn.GRU]
+
+
+def test_they_stay_torch_s_where_that_is_asked_for(on_a_gpu: None) -> None:
+    model, x = Two(), given()
+    run = ecornn.compile(model, recurrent="torch")
+    step(run, model, x)
+    assert kinds(model) == [nn.LSTM, nn.GRU]
+    assert "kernels of ecornn" not in str(run.explain())
+    with pytest.raises(InvalidInput, match="recurrent: got 'cudnn'"):
+        ecornn.compile(model, recurrent="cudnn")
+
+
+@pytest.mark.parametrize("options", [{}, {"codegen": "eager"}])
+def test_they_stay_torch_s_without_a_gpu(options: Any) -> None:
+    model, x = Two(), given()
+    expected = step(model, model, x)
+    run = ecornn.compile(model, **options)
+    for found, wanted in zip(step(run, model, x), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert kinds(model) == [nn.LSTM, nn.GRU]
+
+
+def test_what_our_kernels_refuse_stays_torch_s_and_is_told(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_gru(layer: nn.Module, *_: Any) -> str | None:
+        return "it has no kernel for it" if isinstance(layer, nn.GRU) else None
+
+    monkeypatch.setattr(own_kernels, "refusal", no_gru)
+    model, x = Two(), given()
+    expected = step(model, model, x)
+    run = ecornn.compile(model)
+    torch.testing.assert_close(step(run, model, x), expected)
+    assert kinds(model) == [ecornn.LSTM, nn.GRU]
+    told = str(run.explain())
+    assert "run on kernels of ecornn: first" in told
+    assert "second is left to torch: it has no kernel for it" in told
+
+
+def test_none_becomes_ours_where_all_are_refused(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_kernels, "KERNELS", "persistent")
+    model, x = Two(), given()
+    run = ecornn.compile(model)
+    step(run, model, x)
+    assert kinds(model) == [nn.LSTM, nn.GRU]
+    assert "first is left to torch: " in str(run.explain())
+
+
+def test_around_a_loop_they_stay_torch_s(on_a_gpu: None) -> None:
+    """There they are run again, which holds less."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.step = nn.LSTM(WIDTH, HIDDEN), nn.Sequential(nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = self.encoder(x)[0][-1]
+            for _ in range(6):
+                state = torch.tanh(self.step(state))
+            return state.sum()
+
+    model = Decoder()
+    run = ecornn.compile(model)
+    step(run, model, given())
+    assert type(model.encoder) is nn.LSTM
+    assert "step, 6 times" in str(run.explain())
+
+
+def test_a_model_of_many_scores_is_divided_for_its_cross_entropy(on_a_gpu: None) -> None:
+    model = Words(20_000)
+    words = torch.randint(20_000, (STEPS * 10, BATCH * 2))
+    expected = step(model, model, words)
+    run = ecornn.compile(model)
+    torch.testing.assert_close(step(run, model, words), expected)
+    assert type(model.rnn) is ecornn.LSTM
+    told = str(run.explain())
+    assert "cross_entropy keeps only its scores" in told
+    assert "a cross entropy would keep more than its" in told
+
+
+def test_a_model_of_few_scores_is_compiled_as_a_whole(on_a_gpu: None) -> None:
+    model = Words(20)
+    run = ecornn.compile(model)
+    step(run, model, torch.randint(20, (STEPS, BATCH)))
+    assert type(model.rnn) is ecornn.LSTM
+    assert "the whole model is compiled" in str(run.explain())
+
+
+def test_copies_and_pickles_keep_the_choice(on_a_gpu: None) -> None:
+    model, x = Two(), given()
+    for again in (copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))):
+        copied = again(ecornn.compile(model, recurrent="torch"))
+        copied(x)
+        assert kinds(copied._orig_mod) == [nn.LSTM, nn.GRU]
+
+
+def test_subclasses_with_a_forward_pass_of_their_own_are_left_alone(on_a_gpu: None) -> None:
+    class Own(nn.LSTM):
+        def forward(self, *args: Any) -> Any:
+            output, state = super().forward(*args)
+            return 2 * output, state
+
+    model, x = Two(), given()
+    model.first = Own(WIDTH, HIDDEN)
+    expected = step(model, model, x)
+    run = ecornn.compile(model)
+    torch.testing.assert_close(step(run, model, x), expected)
+    assert kinds(model) == [Own, ecornn.GRU]

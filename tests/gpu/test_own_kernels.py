@@ -1,0 +1,118 @@
+"""Models with recurrent layers of torch.nn, compiled: the layers run on kernels of this package."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ecornn
+
+WIDTH, STEPS, BATCH, CLASSES = 256, 64, 24, 12
+
+
+class Tagger(nn.Module):
+    """Compiled as a whole."""
+
+    def __init__(self, classes: int = CLASSES, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, WIDTH)
+        self.lower = nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True, dropout=dropout)
+        self.upper = nn.GRU(2 * WIDTH, WIDTH)
+        self.output = nn.Linear(WIDTH, classes)
+
+    def forward(self, words_TB: Tensor, tags_TB: Tensor) -> Tensor:
+        hidden = self.upper(torch.relu(self.lower(self.embedding(words_TB))[0]))[0]
+        return F.cross_entropy(self.output(hidden).flatten(0, 1), tags_TB.flatten())
+
+
+@pytest.fixture(autouse=True)
+def _ieee() -> Iterator[None]:
+    torch._dynamo.reset()
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def made(classes: int = CLASSES, dropout: float = 0.0) -> tuple[Tagger, Tensor, Tensor]:
+    torch.manual_seed(5)
+    with torch.device("cuda"):
+        words, tags = (torch.randint(n, (STEPS, BATCH)) for n in (100, classes))
+        return Tagger(classes, dropout), words, tags
+
+
+def step(run: nn.Module, model: nn.Module, words: Tensor, tags: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = run(words, tags)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("classes", [CLASSES, 20_000], ids=["few scores", "many scores"])
+@pytest.mark.parametrize("memory", ["auto", "min", 0.8])
+def test_gradients_are_those_of_float64(memory: str | float, classes: int) -> None:
+    model, words, tags = made(classes)
+    exact = copy.deepcopy(model).double()
+    expected = step(exact, exact, words, tags)
+    run = ecornn.compile(model, memory=memory)
+    for _ in range(2):
+        found = step(run, model, words, tags)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.double() - theirs).norm() <= 1e-4 * theirs.norm()
+    told = str(run.explain())
+    assert "run on kernels of ecornn: lower, upper" in told
+    assert ("cross_entropy keeps only its scores" in told) == (classes > CLASSES)
+
+
+def test_the_peak_of_such_a_model_is_foretold() -> None:
+    model, words, tags = made()
+    run = ecornn.compile(model)
+    for _ in range(2):
+        step(run, model, words, tags)
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    run(words, tags).backward()
+    torch.cuda.synchronize()
+    predicted = run.explain().predicted_peak_bytes(held)
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
+
+
+def test_a_stack_with_dropout_is_counted_without_numbers_and_trained() -> None:
+    model, words, tags = made(dropout=0.3)
+    run = ecornn.compile(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    losses = []
+    for _ in range(20):
+        losses.append(float(step(run, model, words, tags)[0]))
+        optimizer.step()
+    told = str(run.explain())
+    assert losses[-1] < losses[0]
+    assert "run on kernels of ecornn: lower, upper" in told
+    assert "the first call ran without Echo" not in told
+
+
+def test_what_has_too_few_steps_for_our_kernels_is_left_to_torch() -> None:
+    model, words, tags = made()
+    run = ecornn.compile(model)
+    step(run, model, words[:1], tags[:1])
+    assert type(model.upper) is nn.GRU
+    assert "upper is left to torch: with this few steps" in str(run.explain())
+
+
+def test_a_batch_too_large_for_one_launch_runs_in_two() -> None:
+    layer = ecornn.LSTM(1024, 1024, device="cuda")
+    torch.backends.cudnn.allow_tf32 = True
+    x = torch.randn(16, 81, 1024, device="cuda")
+    assert layer.explain(x).backend == "persistent"
+    exact = copy.deepcopy(layer).double()
+    found, expected = layer(x)[0], exact(x.double())[0]
+    assert (found.double() - expected).norm() <= 2e-3 * expected.norm()
