@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def test_a_sample_is_long_enough_and_a_time_is_that_of_one_call() -> None:
     assert found["short"].median_s == pytest.approx(0.01)
     assert found["long"].median_s == pytest.approx(2.0)
     assert found["short"].spread_s == pytest.approx(0.0)
+
+
+def test_a_sample_of_long_calls_has_several_where_they_are_asked_for() -> None:
+    clock = FakeClock()
+    found = time_in_turns(calls(short=0.01, long=2.0), clock, replace(EFFORT, fewest_calls=5))
+    assert dict(clock.measured[4:]) == {"short": 100, "long": 5}
+    assert found["long"].median_s == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1.0, 4), (40.0, 2), (50.0, 2), (1000.0, 2)])
@@ -89,6 +97,7 @@ def test_the_documentation_states_the_effort() -> None:
     assert f"{cpu.sample_s * 1e3:g} ms on the CPU, {cuda.sample_s * 1e3:g} ms on CUDA" in text
     assert f"up to {cpu.rounds} on the CPU, {cuda.rounds} on CUDA" in text
     assert f"never fewer than {cpu.fewest_rounds}" in text
+    assert f"on CUDA {cuda.fewest_calls} at least" in text
 
 
 def test_the_clock_follows_the_device() -> None:
