@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ecornn
+from ecornn.bench.models.step import make_step
+from ecornn.bench.training.memory import allocated_peak
 from ecornn.echo import own_kernels, regions
+from ecornn.echo.lean import layers, worth
 from ecornn.errors import InvalidInput
+from ecornn.nn import base
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 WIDTH, HIDDEN, STEPS, BATCH = 6, 8, 5, 3
 
@@ -151,25 +157,125 @@ def test_none_becomes_ours_where_all_are_refused(
     assert "first is left to torch: " in str(run.explain())
 
 
-def test_around_a_loop_they_stay_torch_s(on_a_gpu: None) -> None:
-    """There they are run again, which holds less."""
+class Decoder(nn.Module):
+    """A part of it is called often, and compiled by itself."""
 
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.step = nn.LSTM(WIDTH, HIDDEN), nn.Sequential(nn.Linear(8, 8))
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.LSTM(WIDTH, HIDDEN, **options)
+        self.step = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
 
-        def forward(self, x: Tensor) -> Tensor:
-            state = self.encoder(x)[0][-1]
-            for _ in range(6):
-                state = torch.tanh(self.step(state))
-            return state.sum()
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.encoder(x)[0][-1]
+        for _ in range(6):
+            state = torch.tanh(self.step(state))
+        return state.sum()
 
-    model = Decoder()
+
+@pytest.fixture
+def small_results_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "FEWEST_BYTES", 0)
+
+
+@pytest.mark.parametrize(("share", "again"), [(1.0, True), (0.0, False)])
+def test_around_a_loop_they_are_run_again_where_that_is_nearly_free(
+    on_a_gpu: None,
+    small_results_count: None,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    again: bool,
+) -> None:
+    monkeypatch.setattr(worth, "NEARLY_FREE", share)
+    # which runs by the operator, as our kernels do
+    monkeypatch.setattr(own_kernels, "KERNELS", "reference")
+    monkeypatch.setitem(base.DEFAULTS, "backend", "reference")
+    model, x = Decoder(), given()
+    expected = step(model, model, x)
     run = ecornn.compile(model)
-    step(run, model, given())
+    calls: list[int] = []
+    forward = ecornn.LSTM.forward
+    with monkeypatch.context() as patched:
+        patched.setattr(ecornn.LSTM, "forward", lambda *a, **k: calls.append(0) or forward(*a, **k))
+        torch.testing.assert_close(step(run, model, x), expected)
+        calls.clear()
+        torch.testing.assert_close(step(run, model, x), expected)
+    assert len(calls) == 1 + again
+    told = str(run.explain())
+    assert "step, 6 times" in told
+    assert ("encoder is run again in the backward pass" in told) == again
+    assert type(model.encoder) is ecornn.LSTM
+    assert "forward" not in model.encoder.__dict__
+
+
+@pytest.mark.parametrize(
+    ("kernels", "memory", "share"), [("reference", "auto", 1.0), ("aten", "min", 0.0)]
+)
+def test_every_byte_of_a_step_that_runs_them_again_is_foretold(
+    on_a_gpu: None,
+    small_results_count: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: str,
+    memory: str,
+    share: float,
+) -> None:
+    monkeypatch.setattr(worth, "NEARLY_FREE", share)
+    monkeypatch.setattr(own_kernels, "KERNELS", kernels)
+    monkeypatch.setitem(base.DEFAULTS, "backend", {"aten": "auto"}.get(kernels, kernels))
+    with torch.backends.mkldnn.flags(enabled=False):  # what oneDNN takes for itself is not seen
+        translator = make_step("nmt", size="tiny", device="cpu", batch=16)
+        translator.run = run = ecornn.compile(translator.model, memory=memory)
+        for _ in range(2):
+            translator()
+        translator.clear()
+        taken = allocated_peak(lambda: translator.loss().backward())
+    assert str(run.explain()).count("is run again in the backward pass") == 2
+    assert run.explain().predicted_peak_bytes(held=0) == taken
+
+
+@pytest.mark.parametrize("options", [{"memory": "min"}, {"lean": "layers"}])
+def test_around_a_loop_all_are_run_again_for_the_least_memory(on_a_gpu: None, options: Any) -> None:
+    model, x = Decoder(), given()
+    expected = step(model, model, x)
+    run = ecornn.compile(model, **options)
+    for _ in range(2):
+        torch.testing.assert_close(step(run, model, x), expected)
+    assert "encoder is run again in the backward pass" in str(run.explain())
+    loss = run(x)
+    with torch.no_grad():
+        model.encoder.weight_hh_l0.mul_(2)
+    with pytest.raises(InvalidInput, match="changed in place since it ran"):
+        loss.backward()
+
+
+def test_what_draws_is_not_run_again(on_a_gpu: None) -> None:
+    model, x = Decoder(num_layers=2, dropout=0.5), given()
+    run = ecornn.compile(model, memory="min")
+    step(run, model, x)
+    assert type(model.encoder) is ecornn.LSTM
+    assert "is run again" not in str(run.explain())
+    model.eval()
+    expected = step(model, model, x)
+    torch.testing.assert_close(step(run, model, x), expected)
+
+
+@pytest.mark.parametrize("memory", ["1GiB", 1.0])
+def test_with_a_budget_of_a_divided_model_they_stay_torch_s(on_a_gpu: None, memory: Any) -> None:
+    """They are run again there, as few as are enough."""
+    model, x = Decoder(), given()
+    run = ecornn.compile(model, memory=memory)
+    step(run, model, x)
     assert type(model.encoder) is nn.LSTM
-    assert "step, 6 times" in str(run.explain())
+
+
+def test_without_lean_functions_a_model_of_many_scores_is_compiled_as_a_whole(
+    on_a_gpu: None,
+) -> None:
+    model = Words(20_000)
+    run = ecornn.compile(model, lean=False)
+    step(run, model, torch.randint(20_000, (STEPS * 10, BATCH * 2)))
+    assert type(model.rnn) is ecornn.LSTM
+    assert "the whole model is compiled" in str(run.explain())
 
 
 def test_a_model_of_many_scores_is_divided_for_its_cross_entropy(on_a_gpu: None) -> None:

@@ -49,9 +49,8 @@ def compile(  # torch's name for it
     maps: "bf16" or "fp8" keeps feature maps rounded to 16 or 8 bits; gradients are not eager mode's
         then. "exact" rounds nothing.
     recurrent: layers of torch.nn are made to run on this package's kernels at the first call, as by
-        `ecornn.convert`, where code is generated ("inductor"), these kernels serve them, and no
-        part of the model is called so often that it is compiled by itself. "torch" leaves them as
-        they are.
+        `ecornn.convert`, where code is generated ("inductor") and these kernels serve them.
+        "torch" leaves them as they are.
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.

@@ -32,6 +32,7 @@ from ecornn.echo.lean.ours import told_of_own
 from ecornn.echo.lean.worth import NEARLY_FREE, Priced, Shares
 from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
 from ecornn.echo.options import Memory, Options
+from ecornn.echo.own_again import able, able_outside, run_again_later
 from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.own_kernels import OwnKernels, has_layers_of_torch, run_on_own_kernels
 from ecornn.echo.parts import (
@@ -91,6 +92,8 @@ class Regions:
         self.step: Step | None = None
         self._taken_for_private = False
         self._nearly_free: Container[int] = NO_CALL
+        #: Paths of those that are run again, around the parts.
+        self.own_again: list[str] = []
         #: By path: which of the tensors that a part is called with are the same at all calls.
         self.common: dict[str, frozenset[int]] = {}
         self.beginnings, self.checkpoints = Beginnings(), OwnCheckpoints()
@@ -106,9 +109,8 @@ class Regions:
             generated = choose_codegen(self.options.codegen, weights)[0] == "inductor"
             if generated:
                 start_compilers(weights)  # ready when the calls are counted and a part is traced
-            found = self._counted_dry(args, kwargs)
-            if generated:
-                found = self._with_own_kernels(args, kwargs, found)
+            ours = self._with_own_kernels(args, kwargs) if generated else None
+            found = ours or self._counted_dry(args, kwargs)
             if isinstance(found, str):
                 self.why_wet = found
                 return self._counted_wet(args, kwargs)
@@ -186,6 +188,10 @@ class Regions:
             self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
         if self.options.memory.kind == "auto":
             self._nearly_free = self.shares.nearly_free(self.calls)
+        if self.divided and self.lean and self.own is not None:
+            able = able_outside(self.model, self.own.served, self.calls)
+            every = self.lean == "layers" or self.options.memory.kind == "min"
+            self.own_again = able if every else self.shares.own_nearly_free(able)
 
     def _counted_dry(
         self, args: Any, kwargs: Any, own: OwnKernels | None = None
@@ -202,25 +208,23 @@ class Regions:
             return str(error).splitlines()[0] if str(error) else type(error).__name__
         return _CountedDry(calls, mode.shares, given)
 
-    def _with_own_kernels(
-        self, args: Any, kwargs: Any, found: _CountedDry | str
-    ) -> _CountedDry | str:
-        """Recurrent layers of torch run on our kernels where these serve them, and no part of the
-        model is called so often that it is compiled by itself: around such parts they are run
-        again, which holds less."""
+    def _with_own_kernels(self, args: Any, kwargs: Any) -> _CountedDry | None:
+        """Recurrent layers of torch run on our kernels, where these serve them; None where not all
+        do. Not with a budget of a model that is divided: there torch's are run again, as few as are
+        enough."""
         if self.given or self.recurrent == "torch" or not has_layers_of_torch(self.model):
-            return found
-        if isinstance(found, _CountedDry) and called_often(self.model, found.calls.counts):
-            return found
+            return None
         own = OwnKernels()
-        ours = self._counted_dry(args, kwargs, own)
-        if isinstance(ours, str) or called_often(self.model, ours.calls.counts):
-            return found
+        found = self._counted_dry(args, kwargs, own)
+        if isinstance(found, str):
+            return None
+        loops = called_often(self.model, found.calls.counts)
+        divided = loops or (self.lean and found.shares.mostly_scores)
+        if divided and self.options.memory.kind in ("bytes", "fraction"):
+            return None
         run_on_own_kernels(self.model, own.served)
         self.own = own
-        if not own.served:
-            return found
-        return ours if len(own.served) == len(own.refused) else self._counted_dry(args, kwargs)
+        return found if own.served and len(own.served) == len(own.refused) else None
 
     def _taken_over(self, found: _CountedDry) -> dict[str, int]:
         self.why_wet = None
@@ -254,6 +258,10 @@ class Regions:
         for path, count in (self.calls or {}).items():
             part = self.model.get_submodule(path)
             yield part, self._of(path, part, count)
+        for path in self.own_again:
+            layer = self.model.get_submodule(path)
+            if able(layer):
+                yield layer, run_again_later(layer, states_alone=self._states_alone)
         self.beginnings.begin(self.model)
 
     def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
@@ -305,7 +313,8 @@ class Regions:
         functions = self._assumed(self._again) if self.lean else None
         first = self.beginnings.of_call(self.model)
         with keeping_states_alone(self._states_alone):
-            return rehearsed(self.model, self.first_call, parts, functions, first)
+            again = dict.fromkeys(self.own_again, self._states_alone)
+            return rehearsed(self.model, self.first_call, parts, functions, first, again)
 
     @property
     def _private(self) -> bool:
@@ -357,7 +366,9 @@ class Regions:
             why = "the step did not fit" if self._states_alone else "the step fits with them"
         else:
             why = "as it does by itself"
-        return told_of_own(self.shares.own, self.calls or (), self._states_alone, why)
+        again = [f"{path} is run again in the backward pass" for path in self.own_again]
+        told_of = (*(self.calls or ()), *self.own_again)
+        return [*again, *told_of_own(self.shares.own, told_of, self._states_alone, why)]
 
     def _told_of_layers(self) -> str:
         able, again = self.replaced.latest_able, self.replaced.latest_again

@@ -26,6 +26,7 @@ from ecornn.echo.counted_storages import Counted, Functions
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.lean.mode import without_lean_functions
 from ecornn.echo.model_call import ModelCall
+from ecornn.echo.own_again import run_again_later
 from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, callable_of
@@ -76,9 +77,16 @@ class Part:
 
 
 class Rehearsal:
-    """Steps of a copy of a model, one after the other. `parts`: by path, what is compiled."""
+    """Steps of a copy of a model, one after the other. `parts`: by path, what is compiled. `again`:
+    by path of a layer of this package that is run again, whether it keeps its states alone then."""
 
-    def __init__(self, model: nn.Module, call: ModelCall, parts: Mapping[str, Part]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        call: ModelCall,
+        parts: Mapping[str, Part],
+        again: Mapping[str, bool],
+    ) -> None:
         self.mode = mode = Counted(device_of(model).type)
         self.model = without_numbers(model, mode)
         self.parts, self._model_call, self._traced = parts, call, False
@@ -86,6 +94,9 @@ class Rehearsal:
         self._sums: dict[int, WeightSums] = {}
         self._made: dict[Any, WeightSums] = {}  # by nodes of the call under way
         self._starts = [self._compile(path, part) for path, part in parts.items()]
+        for path, states_alone in again.items():
+            layer = self.model.get_submodule(path)
+            layer.__dict__["forward"] = run_again_later(layer, states_alone=states_alone)
         self._given = tree_map(mode.held, (call.args, call.kwargs))
         weights = [mode.held(t) for t in (*self.model.parameters(), *self.model.buffers())]
         self._leaves = [*weights, *(t for t in tree_leaves(self._given) if isinstance(t, Tensor))]
@@ -248,12 +259,15 @@ def _differentiable(value: Any) -> bool:
 
 @contextmanager
 def rehearsal_of(
-    model: nn.Module, call: ModelCall, parts: Mapping[str, Part]
+    model: nn.Module,
+    call: ModelCall,
+    parts: Mapping[str, Part],
+    again: Mapping[str, bool] | None = None,
 ) -> Iterator[Rehearsal]:
     """Raises `NotUnderstood` where it is not possible, from its steps too."""
     with leaving_no_trace():
         with _understood():
-            rehearsal = Rehearsal(model, call, parts)
+            rehearsal = Rehearsal(model, call, parts, again or {})
         try:
             yield rehearsal
         finally:
@@ -278,12 +292,14 @@ def rehearsed(
     parts: Mapping[str, Sequence[Recorded]],
     functions: Functions | None,
     starts: Mapping[str, Places] | None = None,
+    again: Mapping[str, bool] | None = None,
 ) -> int:
     """The most bytes that both passes of a call hold at once beside what is there before.
-    `parts`: by path, what their compiled graphs run; `starts`: by path, see `Starts`."""
+    `parts`: by path, what their compiled graphs run; `starts`: by path, see `Starts`; `again`: as
+    in `Rehearsal`."""
     begins = starts or {}
     found = {
         path: Part(among(path, compiled), begins.get(path)) for path, compiled in parts.items()
     }
-    with rehearsal_of(model, call, found) as rehearsal:
+    with rehearsal_of(model, call, found, again) as rehearsal:
         return rehearsal.step(functions).most

@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.keep_modes import FORWARD, gates_made_again
 from ecornn.echo.parts import within
-from ecornn.ops.keeping import gates_of
+from ecornn.echo.work import Work
+from ecornn.ops.keeping import flops_of, gates_of
 from ecornn.ops.recurrence import read_call
 from ecornn.planner import keeps_gates_unasked
 from ecornn.sizes import size_text
@@ -36,15 +38,41 @@ def own_call(path: str, func: Any, args: Any) -> OwnCall | None:
     return OwnCall(path, gates.bytes, seconds)
 
 
-def gate_bytes(func: Any, args: Any) -> int:
-    """Of a call of a recurrent layer of this package, whether it keeps them or not."""
-    return gates_of(read_call(*args)).bytes if func is FORWARD else 0
+#: Kernels of one time step of a layer of torch's: its product, and its gates. Ours has one for all
+#: of them, whose blocks wait for each other at every step for no longer than that.
+KERNELS = 2
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """A call of a recurrent layer of this package: within which part, the bytes of its gates and of
+    its results, and the seconds of its forward pass."""
+
+    path: str
+    gates: int
+    bytes: int
+    seconds: float
+
+
+def own_run(path: str, func: Any, args: Any) -> OwnRun | None:
+    """Of a call of an operator on tensors without numbers; None if it is none of these."""
+    if func is not FORWARD:
+        return None
+    call = read_call(*args)
+    x, gates = call.input_TBI, gates_of(call)
+    steps, batch = x.shape[:2]
+    results = steps * batch * call.directions * call.h0_DBR.shape[-1] * x.element_size()
+    machine = machine_of(x.device)
+    work = Work(None, gates.read_bytes, results, flops_of(call), x.dtype, x.device)
+    waits = KERNELS * steps * call.directions * machine.launch_s
+    seconds = machine.seconds(work, product=True) + waits
+    return OwnRun(path, gates.bytes, results, seconds)
 
 
 def told_of_own(
     calls: Iterable[OwnCall], parts: Collection[str], states_alone: bool, why: str
 ) -> list[str]:
-    """By layer, in sentences."""
+    """By layer, in sentences; `parts`: those of which it is told elsewhere."""
     layers: dict[str, list[OwnCall]] = {}
     for call in calls:
         if call.path not in parts and not within(call.path, parts):

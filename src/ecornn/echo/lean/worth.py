@@ -20,7 +20,7 @@ from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.graph import PRODUCTS
 from ecornn.echo.lean import layers
 from ecornn.echo.lean.cross_entropy import Call
-from ecornn.echo.lean.ours import OwnCall, gate_bytes, own_call
+from ecornn.echo.lean.ours import KERNELS, OwnCall, OwnRun, own_call, own_run
 from ecornn.echo.parts import is_free_to_choose, within
 from ecornn.echo.work import Work, work_of
 
@@ -36,8 +36,6 @@ MAKE_NOTHING = frozenset(
         *("new_empty_strided", "detach_", "lift_fresh", "resize_", "set_"),
     }
 )
-#: Kernels of one time step of a layer: its product, and its gates.
-KERNELS = 2
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,15 @@ class LayerCall:
 @dataclass
 class Shares:
     """Seconds of a forward pass: of all of it, of its calls of recurrent layers of torch, in order,
-    and, by path, of each of the model's parts. `own`: calls of layers of this package.
-    `gates`: bytes of those that such calls have. `scores`: bytes of the largest that a cross
+    and, by path, of each of the model's parts. `own`: calls of layers of this package that may
+    keep gates or not; `own_runs`: all of theirs. `scores`: bytes of the largest that a cross
     entropy has, where it need keep nothing else."""
 
     seconds: float = 0.0
     layers: list[LayerCall] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     own: list[OwnCall] = field(default_factory=list)
-    gates: int = 0
+    own_runs: list[OwnRun] = field(default_factory=list)
     scores: int = 0
 
     def layers_outside(self, paths: Collection[str]) -> list[LayerCall]:
@@ -102,7 +100,25 @@ class Shares:
     @property
     def mostly_scores(self) -> bool:
         """Are there recurrent layers, and all of their gates or results less than the scores?"""
-        return 0 < self.gates + sum(call.bytes for call in self.layers) < self.scores
+        gates = sum(run.gates for run in self.own_runs)
+        return 0 < gates + sum(call.bytes for call in self.layers) < self.scores
+
+    def own_nearly_free(self, paths: Collection[str]) -> list[str]:
+        """The same of layers of this package, some of `paths`, each with all of its calls."""
+        seconds = dict.fromkeys(paths, 0.0)
+        freed = dict.fromkeys(seconds, 0)
+        for run in self.own_runs:
+            if run.path in seconds:
+                seconds[run.path] += run.seconds
+                freed[run.path] += run.bytes
+        chosen: list[str] = []
+        left = NEARLY_FREE * PASSES * self.seconds
+        called = [path for path in paths if seconds[path] > 0]
+        for path in sorted(called, key=lambda p: -freed[p] / seconds[p]):
+            if freed[path] >= layers.FEWEST_BYTES and seconds[path] <= left:
+                left -= seconds[path]
+                chosen.append(path)
+        return chosen
 
     def step_outside(self, paths: Collection[str]) -> float:
         """Seconds of a step outside some parts, none of which is within another."""
@@ -122,7 +138,8 @@ class Priced(WithoutNumbers):
         self._free: set[str] = set()
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
-        self.shares.gates += gate_bytes(func, args)
+        ran = own_run(self._inside[-1], func, args)
+        self.shares.own_runs += [] if ran is None else [ran]
         if self._inside[-1] in self._free:
             own = own_call(self._inside[-1], func, args)
             self.shares.own += [] if own is None else [own]
