@@ -174,6 +174,7 @@ def _timed(job: Job, child: Child, limits: Limits) -> None:
         message = child.receive(began + limits.measure_s)
         job.metrics |= message.get("metrics", {})  # why it could not
         job.turns.uncertainty = message.get("uncertainty", job.turns.uncertainty)
+        job.turns.median = message.get("median", job.turns.median)
     except NoAnswer as error:
         job.lose(error)
     job.timed_s += time.monotonic() - began

@@ -3,7 +3,7 @@
 `python -m ecornn.bench.training.worker PARENT` reads a request, a line of JSON, from its input;
 prepares; says `{"ready": true, "turns": …, "further": …}`, where it wants so many, and as many more
 if its median is uncertain; times some steps at every line "turn", while nobody else does, and says
-`{"timed": …, "uncertainty": …}`; measures the rest at the line "measure", and says
+`{"timed": …, "uncertainty": …, "median": …}`; measures the rest at the line "measure", and says
 `{"metrics": …}`. Where it cannot, it says why instead. PARENT is the process that asks.
 """
 
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def serve(request: dict[str, Any], say: Say) -> None:
             say({"ready": True, "turns": effort.turns, "further": effort.further})
             while (line := sys.stdin.readline()) and json.loads(line) == "turn":
                 job.turn()
-                say({"timed": len(job.seconds), "uncertainty": uncertainty(job.seconds)})
+                said = {"uncertainty": uncertainty(job.seconds), "median": median(job.seconds)}
+                say({"timed": len(job.seconds), **said})
             if line:
                 job.measure()
                 say({"metrics": job.metrics})
