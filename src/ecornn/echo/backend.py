@@ -29,6 +29,7 @@ from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.recorded import Recorded, key_of
 from ecornn.echo.report import GraphReport, Report
 from ecornn.echo.rewrite import Modules
+from ecornn.echo.single_sums import without_single_sums
 from ecornn.echo.vectors import without_vector_products
 from ecornn.echo.weight_products import views_of
 from ecornn.echo.weight_sums import WeightSums, why_not
@@ -120,6 +121,7 @@ class _Partition:
     ) -> Modules:
         self.recorded.results = num_fwd_outputs
         if adds_in_any_order(self.told.codegen):
+            self.told.single_sums = without_single_sums(joint)
             self.told.vector_products = without_vector_products(joint)
             self.told.fused_cells = without_fused_cells(joint)
         backend = self.backend

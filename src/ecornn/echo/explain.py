@@ -168,6 +168,8 @@ def _head(graph: GraphReport) -> list[str]:
         lines.append(f"left to torch's own partitioner: {graph.fallback}")
     if graph.vector_products:
         lines.append(f"products with a vector that are written as sums: {graph.vector_products}")
+    if graph.single_sums:
+        lines.append(f"sums of rows with one entry that are written as that: {graph.single_sums}")
     if graph.fused_cells:
         lines.append(f"torch's fused cells that are written out: {graph.fused_cells}")
     if graph.sums is not None:

@@ -87,6 +87,8 @@ class GraphReport:
     not_foretold: str | None = "not compiled yet"
     #: Products with a vector that are written as sums.
     vector_products: int = 0
+    #: Sums of rows with one entry that are written as that.
+    single_sums: int = 0
     #: Cells of torch that are written out as elementwise operators.
     fused_cells: int = 0
     #: Which kept results have another form, in sentences.
