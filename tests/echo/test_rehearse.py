@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -175,6 +176,51 @@ def test_functions_that_are_replaced_are_rehearsed_too(monkeypatch: pytest.Monke
             # kernels of the loss take a few hundred bytes for themselves
             assert -1000 < found[lean] - beside(step) <= 0
     assert found["layers"] < 0.9 * found[False]
+
+
+class Layered(nn.Module):
+    """Its first layer, which is run again last, holds most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Sequential(nn.Linear(8, 48), nn.Tanh())
+        self.layers = nn.ModuleList(nn.GRU(size, 16) for size in (48, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("asked_within", [False, True])
+def test_what_layers_that_are_run_again_have_cast_is_forgotten(
+    asked_within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next one, as in a backward pass, which runs outside of autocast; also where somebody
+    asks inside of it."""
+    monkeypatch.setattr(layers, "FEWEST_BYTES", 0)
+    cast = torch.autocast("cpu", torch.bfloat16)
+    model, x = Layered(), torch.randn(2, 40, 8)
+    run = ecornn.compile(model, codegen="eager", lean="layers")
+
+    def passes() -> None:
+        with cast:
+            loss = run(x)
+        loss.backward()
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        found = []
+        for _ in range(3):  # at times torch's profiler sees nothing at all
+            model.zero_grad()
+            found.append(allocated_peak(passes))
+        model.zero_grad()
+        with cast if asked_within else nullcontext():
+            depth = torch.autocast_increment_nesting()
+            foretold = run.explain().predicted_peak_bytes(0)
+            assert torch.autocast_decrement_nesting() == depth - 1 == asked_within
+            assert torch.is_autocast_enabled("cpu") == asked_within
+        assert foretold == max(found[1:])
 
 
 def test_a_rehearsal_draws_nothing_and_leaves_gradients() -> None:

@@ -141,6 +141,41 @@ def test_odd_steps(from_history: list[LightCollector]) -> None:
     assert is_untouched(model)
 
 
+def test_memory_of_others_keeps_nothing_that_lay_there_before(
+    from_history: list[LightCollector],
+) -> None:
+    """As of the generator's state, which a checkpoint keeps: no operator makes it, and it may come
+    to lie where a map was that is gone."""
+    place = bytearray(512)
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.state = torch.frombuffer(place, dtype=torch.uint8)  # by no operator
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Tanh(), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.frombuffer(place, dtype=torch.uint8).detach()  # a map that ends at once
+            return self.second(Keeps.apply(self.first(x))).sum()
+
+    model, x = Model(), torch.randn(4, requires_grad=True)
+    report = profile(lambda: model(x).backward(), model)
+    (gone,) = [held for held in report.held if held.born and held.bytes == len(place)]
+    assert gone.freed is not None
+    assert gone.kept_by == ()
+    assert gone.kind == "workspace"
+    assert "second: tanh" in {by for held in report.held for by in held.kept_by}
+
+
 def test_values_stay_as_they_are(from_history: list[LightCollector]) -> None:
     def trained(observe: bool) -> tuple[list[Tensor], Tensor]:
         step = ready("transformer")

@@ -74,6 +74,34 @@ def test_an_address_is_lent_again_and_again(marks: Marks) -> None:
     assert lives.records[2].line_text.endswith("me/model.py:42 in forward")
 
 
+def test_nothing_lies_at_an_address_between_its_loans(marks: Marks) -> None:
+    """Memory of others' may: what is told of it must not be told of what lay there before."""
+    numbers = []
+    for _ in range(6):
+        numbers.append(marks.last)
+        marks.set(Mark("forward", ""))
+    before, lent, ended, between, again, last = numbers
+    done = History(
+        [
+            event("alloc", 4096, 100, lent),
+            event("free_requested", 512, 10, ended),  # since before
+            event("free_requested", 4096, 100, ended),
+            event("alloc", 4096, 200, again),
+            event("free_requested", 4096, 200, "who said that?"),
+        ],
+        {},
+        reserved=0,
+        allocated_before=0,
+        peak=512,
+    )
+    lives = Lives(done, marks.said, [512, 4096])
+    found = [[lives.find(at, number) for number in numbers] for at in (512, 4096)]
+    first, second = ([one.bytes if one else 0 for one in each] for each in found)
+    assert first == [10, 10, 0, 0, 0, 0]
+    assert second == [0, 100, 0, 0, 200, 200], "to the end where nobody knows when that was"
+    assert before < lent < ended < between < again < last
+
+
 def test_nodes_that_are_alike_say_one_text_until_a_number_is_passed() -> None:
     """What is seen in the midst of a backward pass lies where it lay then, not what came after."""
     said: list[str] = []

@@ -65,12 +65,26 @@ class ModelCall:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Outside of the model's call, as in the backward pass, nothing is cast. Layers that are
-        run again there leave what they have cast, where the caller's own autocast goes on."""
+        """Outside of the model's call, as in the backward pass, nothing is cast, and what a layer
+        that is run again there has cast is forgotten when it has run."""
         torch.clear_autocast_cache()
         plain = self.autocast and torch.autocast(self.autocast[0], enabled=False)
-        with plain or nullcontext():
+        with plain or nullcontext(), _within_no_autocast():
             yield
+
+
+@contextmanager
+def _within_no_autocast() -> Iterator[None]:
+    """Only the outermost autocast of a thread forgets at its end what was cast, and one that is
+    switched off counts too: inside this, the next one is the outermost."""
+    depth = torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
 
 
 def _form(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 An address is lent again and again. What the program tells of a tensor is therefore told with a
 number: numbers are counted up and stand beside what the allocator does, so that of all that lay at
-the address, the one meant is the last before that number was passed.
+the address, the one meant is the last before that number was passed. If that one had ended by then,
+none is: the tensor lies in memory of others', which the allocator has given back or never had.
 """
 
 from __future__ import annotations
@@ -129,8 +130,9 @@ class Lives:
         self._reserved: list[tuple[int, int]] = [(-1, 0)]
         self._before: list[Record] = []
         self._made: list[Record] = []
-        #: By address, in order: the number that had been passed, and what came to lie there.
-        self._at: dict[int, list[tuple[int, Record]]] = {one: [] for one in addresses}
+        #: By address, in order: the number that had been passed, and what came to lie there, or
+        #: None where what lay there ended.
+        self._at: dict[int, list[tuple[int, Record | None]]] = {one: [] for one in addresses}
         alive, changed = self._follow(history.events, said)
         self._reserved_before = history.reserved - changed
         for address, size in history.in_use.items():
@@ -183,6 +185,10 @@ class Lives:
                 address = event["addr"]
                 found = alive.pop(address, None) or self._was_before(address, event["size"])
                 found.freed = time + 1
+                # Beside a thread that has said nothing, nobody knows which number was passed.
+                if address in at and event["user_metadata"] in said:
+                    passed = max(passed, said[event["user_metadata"]][0])
+                    at[address].append((passed, None))
             elif action in ("segment_alloc", "segment_map"):
                 reserved += event["size"]
                 self._reserved.append((time, reserved))
@@ -199,7 +205,7 @@ class Lives:
         return record
 
     def find(self, address: int, passed: int) -> Record | None:
-        """What lay at the address when the marks had come to that number."""
+        """What lay at the address when the marks had come to that number, if it was lent then."""
         found = None
         for number, record in self._at.get(address, ()):
             if number > passed:
