@@ -212,3 +212,19 @@ def test_subclasses_with_a_forward_pass_of_their_own_are_left_alone(on_a_gpu: No
     run = ecornn.compile(model)
     torch.testing.assert_close(step(run, model, x), expected)
     assert kinds(model) == [Own, ecornn.GRU]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("made_within", [False, True], ids=["input from outside", "from within"])
+def test_a_first_call_without_gradients_is_counted_without_numbers(
+    on_a_gpu: None, mode: Callable[[], Any], made_within: bool
+) -> None:
+    """As trainers make one to see whether validation works."""
+    model, x = Two(), given()
+    expected = step(model, model, x)
+    run = ecornn.compile(model)
+    with mode():
+        torch.testing.assert_close(run(given() if made_within else x), expected[0])
+    assert "the first call ran without Echo" not in str(run.explain())
+    torch.testing.assert_close(step(run, model, x), expected)
+    assert kinds(model) == [ecornn.LSTM, ecornn.GRU]
