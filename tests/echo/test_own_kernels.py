@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +229,30 @@ def test_a_first_call_without_gradients_is_counted_without_numbers(
     assert "the first call ran without Echo" not in str(run.explain())
     torch.testing.assert_close(step(run, model, x), expected)
     assert kinds(model) == [ecornn.LSTM, ecornn.GRU]
+
+
+def test_one_of_several_threads_counts_and_the_others_wait(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(*args: Any) -> Any:
+        runs.append(args)
+        return count(*args)
+
+    count, runs, found = regions.counted_without_numbers, [], []
+    monkeypatch.setattr(regions, "counted_without_numbers", noted)
+    model, x = Two(), given()
+    expected = model(x).detach()
+    run, together = ecornn.compile(model), threading.Barrier(4)
+
+    def first_call() -> None:
+        together.wait()
+        found.append(run(x).detach())
+
+    threads = [threading.Thread(target=first_call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(found, [expected] * 4)
+    assert len(runs) == 2  # with layers of torch and with ours
+    assert "run on kernels of ecornn: first, second" in str(run.explain())

@@ -73,9 +73,7 @@ def refusal(layer: Any, args: Any, kwargs: Any) -> str | None:
 
 def run_on_own_kernels(model: nn.Module, paths: list[str]) -> None:
     for path in paths:
-        layer = model.get_submodule(path)
-        if can_become_ours(layer):  # another thread may have been quicker
-            become_ours(layer)
+        become_ours(model.get_submodule(path))
 
 
 def has_layers_of_torch(model: nn.Module) -> bool:
