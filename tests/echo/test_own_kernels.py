@@ -185,6 +185,27 @@ def test_a_model_of_many_scores_is_divided_for_its_cross_entropy(on_a_gpu: None)
     assert "a cross entropy would keep more than its" in told
 
 
+def test_no_part_that_has_such_a_cross_entropy_is_compiled(on_a_gpu: None) -> None:
+    """A wrapper's only part is the whole model; compiled, it would keep what it is divided for."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = Words(20_000), nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+
+        def forward(self, words_TB: Tensor) -> Tensor:
+            return self.scale(self.inner(words_TB).reshape(1))
+
+    model = Wrapper()
+    words = torch.randint(20_000, (STEPS * 10, BATCH * 2))
+    expected = step(model, model, words)
+    run = ecornn.compile(model)
+    torch.testing.assert_close(step(run, model, words), expected)
+    told = str(run.explain())
+    assert "each compiled once: scale, 1 times" in told
+    assert "cross_entropy keeps only its scores" in told
+
+
 def test_a_model_of_few_scores_is_compiled_as_a_whole(on_a_gpu: None) -> None:
     model = Words(20)
     run = ecornn.compile(model)

@@ -194,7 +194,9 @@ class Regions:
                 self.for_scores = bool(self.lean) and self.shares.mostly_scores
                 self.divided = self.untraced or self.for_scores
             if self.untraced or self.for_scores:
-                calls = {path: counts[path] for path in traceable(self.model, counts)}
+                uncompiled = self.shares.scored if self.for_scores else ()
+                parts = traceable(self.model, counts, uncompiled)
+                calls = {path: counts[path] for path in parts}
         else:
             calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
         if self.options.memory.kind == "auto":
