@@ -88,6 +88,15 @@ def test_layers_of_torch_run_on_own_kernels_in_one_graph(on_a_gpu: None) -> None
     assert "torch.nn that run on kernels of ecornn: first, second" in str(found)
 
 
+def test_a_model_may_be_a_layer_itself(on_a_gpu: None) -> None:
+    model, x = nn.LSTM(WIDTH, HIDDEN, 2, batch_first=True, bidirectional=True), given()
+    expected = model(x)
+    run = ecornn.compile(model)
+    torch.testing.assert_close(run(x), expected)
+    assert type(model) is ecornn.LSTM
+    assert "run on kernels of ecornn: (the model)" in str(run.explain())
+
+
 def test_the_first_call_is_made_with_them_already(on_a_gpu: None) -> None:
     """A checkpoint in the model runs them again after the call."""
 
@@ -171,6 +180,30 @@ def test_around_a_loop_they_stay_torch_s(on_a_gpu: None) -> None:
     step(run, model, given())
     assert type(model.encoder) is nn.LSTM
     assert "step, 6 times" in str(run.explain())
+
+
+def test_a_layer_that_is_called_often_stays_torch_s(on_a_gpu: None) -> None:
+    """Ours, it would be the one part of the model that is compiled."""
+
+    class Documents(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sentence, self.document = nn.LSTM(WIDTH, HIDDEN), nn.GRU(HIDDEN, HIDDEN)
+            self.output = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            sentences = torch.stack([self.sentence(x * k)[0][-1] for k in range(5)])
+            return self.output(self.document(sentences)[0]).square().mean()
+
+    model, x = Documents(), given()
+    expected = step(model, model, x)
+    run = ecornn.compile(model)
+    for _ in range(2):
+        torch.testing.assert_close(step(run, model, x), expected)
+    assert kinds(model)[:2] == [nn.LSTM, ecornn.GRU]
+    told = str(run.explain())
+    assert "each compiled once: output, 1 times" in told
+    assert "sentence is left to torch: it is called 5 times in one forward pass" in told
 
 
 def test_a_model_of_many_scores_is_divided_for_its_cross_entropy(on_a_gpu: None) -> None:

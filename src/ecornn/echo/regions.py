@@ -232,6 +232,7 @@ class Regions:
         ours = self._counted_dry(args, kwargs, own)
         if isinstance(ours, str) or called_often(self.model, ours.calls.counts):
             return found
+        own.leave_loops(ours.calls.counts)
         run_on_own_kernels(self.model, own.served)
         self.own = own
         if not own.served:
