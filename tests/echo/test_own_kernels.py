@@ -123,6 +123,16 @@ def test_they_stay_torch_s_where_that_is_asked_for(on_a_gpu: None) -> None:
         ecornn.compile(model, recurrent="cudnn")
 
 
+def test_they_stay_torch_s_where_torch_s_are_to_be_run_again(on_a_gpu: None) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LSTM(64, 256)), torch.randn(64, 64, 64)
+    expected = model(x)[0]
+    run = ecornn.compile(model, lean="layers")
+    torch.testing.assert_close(run(x)[0], expected)
+    assert kinds(model) == [nn.LSTM]
+    assert "of 1 calls of recurrent layers in a forward pass 1 are run again" in str(run.explain())
+
+
 @pytest.mark.parametrize("options", [{}, {"codegen": "eager"}])
 def test_they_stay_torch_s_without_a_gpu(options: Any) -> None:
     model, x = Two(), given()

@@ -51,7 +51,7 @@ def compile(  # torch's name for it
     recurrent: layers of torch.nn are made to run on this package's kernels at the first call, as by
         `ecornn.convert`, where code is generated ("inductor"), these kernels serve them, and no
         part of the model is called so often that it is compiled by itself. "torch" leaves them as
-        they are.
+        they are; so do parts that are named and lean="layers".
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.

@@ -224,7 +224,8 @@ class Regions:
         """Recurrent layers of torch run on our kernels where these serve them, and no part of the
         model is called so often that it is compiled by itself: around such parts they are run
         again, which holds less."""
-        if self.given or self.recurrent == "torch" or not has_layers_of_torch(self.model):
+        left = self.recurrent == "torch" or self.lean == "layers"  # asks for torch's to run again
+        if self.given or left or not has_layers_of_torch(self.model):
             return found
         if isinstance(found, _CountedDry) and called_often(self.model, found.calls.counts):
             return found
