@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,15 @@ def test_layers_of_torch_run_on_own_kernels_in_one_graph(on_a_gpu: None) -> None
     assert "torch.nn that run on kernels of ecornn: first, second" in str(found)
 
 
+def test_a_model_may_be_a_layer_itself(on_a_gpu: None) -> None:
+    model, x = nn.LSTM(WIDTH, HIDDEN, 2, batch_first=True, bidirectional=True), given()
+    expected = model(x)
+    run = ecornn.compile(model)
+    torch.testing.assert_close(run(x), expected)
+    assert type(model) is ecornn.LSTM
+    assert "run on kernels of ecornn: (the model)" in str(run.explain())
+
+
 def test_the_first_call_is_made_with_them_already(on_a_gpu: None) -> None:
     """A checkpoint in the model runs them again after the call."""
 
@@ -117,6 +127,16 @@ def test_they_stay_torch_s_where_that_is_asked_for(on_a_gpu: None) -> None:
     assert "kernels of ecornn" not in str(run.explain())
     with pytest.raises(InvalidInput, match="recurrent: got 'cudnn'"):
         ecornn.compile(model, recurrent="cudnn")
+
+
+def test_they_stay_torch_s_where_torch_s_are_to_be_run_again(on_a_gpu: None) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LSTM(64, 256)), torch.randn(64, 64, 64)
+    expected = model(x)[0]
+    run = ecornn.compile(model, lean="layers")
+    torch.testing.assert_close(run(x)[0], expected)
+    assert kinds(model) == [nn.LSTM]
+    assert "of 1 calls of recurrent layers in a forward pass 1 are run again" in str(run.explain())
 
 
 @pytest.mark.parametrize("options", [{}, {"codegen": "eager"}])
@@ -233,11 +253,10 @@ def test_every_byte_of_a_step_that_runs_them_again_is_foretold(
     assert run.explain().predicted_peak_bytes(held=0) == taken
 
 
-@pytest.mark.parametrize("options", [{"memory": "min"}, {"lean": "layers"}])
-def test_around_a_loop_all_are_run_again_for_the_least_memory(on_a_gpu: None, options: Any) -> None:
+def test_around_a_loop_all_are_run_again_for_the_least_memory(on_a_gpu: None) -> None:
     model, x = Decoder(), given()
     expected = step(model, model, x)
-    run = ecornn.compile(model, **options)
+    run = ecornn.compile(model, memory="min")
     for _ in range(2):
         torch.testing.assert_close(step(run, model, x), expected)
     assert "encoder is run again in the backward pass" in str(run.explain())
@@ -278,6 +297,30 @@ def test_without_lean_functions_a_model_of_many_scores_is_compiled_as_a_whole(
     assert "the whole model is compiled" in str(run.explain())
 
 
+def test_a_layer_that_is_called_often_stays_torch_s(on_a_gpu: None) -> None:
+    """Ours, it would be the one part of the model that is compiled."""
+
+    class Documents(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sentence, self.document = nn.LSTM(WIDTH, HIDDEN), nn.GRU(HIDDEN, HIDDEN)
+            self.output = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            sentences = torch.stack([self.sentence(x * k)[0][-1] for k in range(5)])
+            return self.output(self.document(sentences)[0]).square().mean()
+
+    model, x = Documents(), given()
+    expected = step(model, model, x)
+    run = ecornn.compile(model)
+    for _ in range(2):
+        torch.testing.assert_close(step(run, model, x), expected)
+    assert kinds(model)[:2] == [nn.LSTM, ecornn.GRU]
+    told = str(run.explain())
+    assert "each compiled once: output, 1 times" in told
+    assert "sentence is left to torch: it is called 5 times in one forward pass" in told
+
+
 def test_a_model_of_many_scores_is_divided_for_its_cross_entropy(on_a_gpu: None) -> None:
     model = Words(20_000)
     words = torch.randint(20_000, (STEPS * 10, BATCH * 2))
@@ -288,6 +331,27 @@ def test_a_model_of_many_scores_is_divided_for_its_cross_entropy(on_a_gpu: None)
     told = str(run.explain())
     assert "cross_entropy keeps only its scores" in told
     assert "a cross entropy would keep more than its" in told
+
+
+def test_no_part_that_has_such_a_cross_entropy_is_compiled(on_a_gpu: None) -> None:
+    """A wrapper's only part is the whole model; compiled, it would keep what it is divided for."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = Words(20_000), nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+
+        def forward(self, words_TB: Tensor) -> Tensor:
+            return self.scale(self.inner(words_TB).reshape(1))
+
+    model = Wrapper()
+    words = torch.randint(20_000, (STEPS * 10, BATCH * 2))
+    expected = step(model, model, words)
+    run = ecornn.compile(model)
+    torch.testing.assert_close(step(run, model, words), expected)
+    told = str(run.explain())
+    assert "each compiled once: scale, 1 times" in told
+    assert "cross_entropy keeps only its scores" in told
 
 
 def test_a_model_of_few_scores_is_compiled_as_a_whole(on_a_gpu: None) -> None:
@@ -318,3 +382,46 @@ def test_subclasses_with_a_forward_pass_of_their_own_are_left_alone(on_a_gpu: No
     run = ecornn.compile(model)
     torch.testing.assert_close(step(run, model, x), expected)
     assert kinds(model) == [Own, ecornn.GRU]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("made_within", [False, True], ids=["input from outside", "from within"])
+def test_a_first_call_without_gradients_is_counted_without_numbers(
+    on_a_gpu: None, mode: Callable[[], Any], made_within: bool
+) -> None:
+    """As trainers make one to see whether validation works."""
+    model, x = Two(), given()
+    expected = step(model, model, x)
+    run = ecornn.compile(model)
+    with mode():
+        torch.testing.assert_close(run(given() if made_within else x), expected[0])
+    assert "the first call ran without Echo" not in str(run.explain())
+    torch.testing.assert_close(step(run, model, x), expected)
+    assert kinds(model) == [ecornn.LSTM, ecornn.GRU]
+
+
+def test_one_of_several_threads_counts_and_the_others_wait(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(*args: Any) -> Any:
+        runs.append(args)
+        return count(*args)
+
+    count, runs, found = regions.counted_without_numbers, [], []
+    monkeypatch.setattr(regions, "counted_without_numbers", noted)
+    model, x = Two(), given()
+    expected = model(x).detach()
+    run, together = ecornn.compile(model), threading.Barrier(4)
+
+    def first_call() -> None:
+        together.wait()
+        found.append(run(x).detach())
+
+    threads = [threading.Thread(target=first_call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(found, [expected] * 4)
+    assert len(runs) == 1
+    assert "run on kernels of ecornn: first, second" in str(run.explain())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import ecornn
+from ecornn.nn.base import RecurrentLayer
 from support.side_by_side import CELLS, LAYERS, assert_identical, measure, tensors
 
 SIZE = 6
@@ -255,3 +256,22 @@ def test_converted_layer_takes_our_call_arguments() -> None:
 def test_what_is_no_module_is_refused(wrong: Any) -> None:
     with pytest.raises(ecornn.InvalidInput, match=r"model: got .*, expected a torch\.nn\.Module; "):
         ecornn.convert(wrong)
+
+
+def test_a_layer_can_be_called_while_it_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread: `ecornn.compile` converts at a model's first call."""
+    layer, x = nn.LSTM(SIZE, SIZE), make_input()
+    expected, found = layer(x)[0], []
+
+    def called_meanwhile(made: Any) -> Any:
+        if not found:
+            found.append(None)
+            found[0] = layer(x)[0]
+        return make(made)
+
+    make = RecurrentLayer._make
+    monkeypatch.setattr(RecurrentLayer, "_make", called_meanwhile)
+    ecornn.convert(layer)
+    assert type(layer) is ecornn.LSTM
+    assert torch.equal(found[0], expected)
+    assert torch.equal(layer(x)[0], expected)

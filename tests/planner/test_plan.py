@@ -354,3 +354,30 @@ class TestPersistent:
             # where it is cuDNN's, too, the kernel is loaded by now
             for called in (eager, captured):
                 assert (then or "None") in str(self.backend.refuse(called))
+
+    def test_a_capture_of_two_launches_needs_all_that_is_asked_for_loaded(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A launch asks for all sequences at once before it asks for half of them."""
+        from ecornn.backends import persistent
+
+        loaded: set[int] = set()
+
+        def geometry(ask: Any, device: int) -> object | None:
+            loaded.add(ask.batch)
+            return object() if ask.batch <= 40 else None
+
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent, "geometry", geometry)
+        monkeypatch.setattr(persistent, "is_loaded", lambda ask, device: ask.batch in loaded)
+        monkeypatch.setattr(persistent, "build_side_by_side", lambda asks, device: None)
+        monkeypatch.setattr(persistent, "chip", lambda device: HOPPER)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        eager = asked(device="cuda", hidden=1024, needs_grad=True)
+        captured = replace(eager, captured=True, batch=80)
+        assert self.backend.refuse(replace(eager, batch=40)) is None
+        assert "being captured" in str(self.backend.refuse(captured))
+        loaded = {80}
+        assert "being captured" in str(self.backend.refuse(captured))
+        assert self.backend.refuse(replace(eager, batch=80)) is None
+        assert self.backend.refuse(captured) is None

@@ -50,7 +50,7 @@ def compile(  # torch's name for it
         then. "exact" rounds nothing.
     recurrent: layers of torch.nn are made to run on this package's kernels at the first call, as by
         `ecornn.convert`, where code is generated ("inductor") and these kernels serve them.
-        "torch" leaves them as they are.
+        "torch" leaves them as they are; so do parts that are named and lean="layers".
 
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.

@@ -61,6 +61,12 @@ def _memory(tensor: Tensor) -> Any:
         return id(tensor)
 
 
+def _version(tensor: Tensor) -> int:
+    """Another one when it was written to. What is made in inference mode has none: where a loop
+    begins is looked at again when gradients are asked for."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True)
 class Places:
     """Some of the tensors of a call that has `of` of them."""
@@ -111,7 +117,7 @@ def counted(model: nn.Module, *, compare: bool = True, gradients: bool = False) 
                 calls.given[path] = Given.of(given, gradients)
             elif given:
                 calls.given[path].again(given)
-            under_way.append((part, calls.given[path], given, [t._version for t in given]))
+            under_way.append((part, calls.given[path], given, list(map(_version, given))))
 
         return hook
 
@@ -119,7 +125,7 @@ def counted(model: nn.Module, *, compare: bool = True, gradients: bool = False) 
         while under_way[-1][0] is not part:  # it raised, and its caller went on
             under_way.pop()
         _, of_part, given, versions = under_way.pop()
-        of_part.written |= {k for k, t in enumerate(given) if t._version != versions[k]}
+        of_part.written |= {k for k, t in enumerate(given) if _version(t) != versions[k]}
         of_part.returned(given, tensors_of(result, None))
 
     for path, part in model.named_modules():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.parts import FEWEST_CALLS
 from ecornn.ops.conversion import become_ours, can_become_ours
 
 #: The backend that has kernels of this package's.
@@ -31,13 +32,24 @@ class OwnKernels:
         """That it does not draw inside cuDNN."""
         return can_become_ours(layer)
 
+    def leave_loops(self, counts: dict[str, int]) -> None:
+        """Ours, a layer that is called this often would be compiled by itself, and for its sake
+        nothing else of the model; torch's is none of the parts that count."""
+        for path in self.served:
+            times = counts.get(path, 0)  # the model itself is no part of it
+            if times >= FEWEST_CALLS:
+                self.refused[path] = f"it is called {times} times in one forward pass"
+
     def told(self) -> list[str]:
         found = []
         if self.served:
-            names = ", ".join(self.served)
+            names = ", ".join(path or "(the model)" for path in self.served)
             found.append(f"recurrent layers of torch.nn that run on kernels of ecornn: {names}")
         others = ((path, why) for path, why in self.refused.items() if why is not None)
-        return [*found, *(f"{path} is left to torch: {why}" for path, why in others)]
+        return [
+            *found,
+            *(f"{path or '(the model)'} is left to torch: {why}" for path, why in others),
+        ]
 
     @contextmanager
     def noted(self, twin: nn.Module) -> Iterator[None]:
@@ -73,9 +85,7 @@ def refusal(layer: Any, args: Any, kwargs: Any) -> str | None:
 
 def run_on_own_kernels(model: nn.Module, paths: list[str]) -> None:
     for path in paths:
-        layer = model.get_submodule(path)
-        if can_become_ours(layer):  # another thread may have been quicker
-            become_ours(layer)
+        become_ours(model.get_submodule(path))
 
 
 def has_layers_of_torch(model: nn.Module) -> bool:

@@ -104,7 +104,26 @@ class Regions:
         self._exchanged = Exchanged()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.calls is None or any(count == 0 for count in self.calls.values()):
+        if not self._counted and not self._count(args, kwargs):
+            return self._counted_wet(args, kwargs)
+        if self.beginnings.unseen and self.divided and torch.is_grad_enabled():
+            self._see_beginnings(args, kwargs)
+        if not self.divided:
+            return self._of("", self.model, 1)(*args, **kwargs)
+        self._plan_for_budget(args, kwargs)
+        with self._exchanged(self._forwards), self.checkpoints.within_call():
+            return self._called(args, kwargs)
+
+    @property
+    def _counted(self) -> bool:
+        return self.calls is not None and all(self.calls.values())
+
+    def _count(self, args: Any, kwargs: Any) -> bool:
+        """Whether the calls of the parts are known now. One thread counts, others wait for it:
+        layers become ours meanwhile."""
+        with self._lock:
+            if self._counted:
+                return True
             weights = list(self.model.parameters())
             generated = choose_codegen(self.options.codegen, weights)[0] == "inductor"
             if generated:
@@ -113,15 +132,9 @@ class Regions:
             found = ours or self._counted_dry(args, kwargs)
             if isinstance(found, str):
                 self.why_wet = found
-                return self._counted_wet(args, kwargs)
+                return False
             self._settle(self._taken_over(found))
-        if self.beginnings.unseen and self.divided and torch.is_grad_enabled():
-            self._see_beginnings(args, kwargs)
-        if not self.divided:
-            return self._of("", self.model, 1)(*args, **kwargs)
-        self._plan_for_budget(args, kwargs)
-        with self._exchanged(self._forwards), self.checkpoints.within_call():
-            return self._called(args, kwargs)
+            return True
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         if not self.lean:
@@ -176,22 +189,25 @@ class Regions:
 
     def _settle(self, counts: dict[str, int]) -> None:
         if self.calls is None:
-            self.calls = called_often(self.model, counts)
-            self.divided = bool(self.calls)
+            calls = called_often(self.model, counts)
+            self.divided = bool(calls)
             if not self.divided:
                 self.untraced = runs_untraced_layers(self.model)
                 self.for_scores = bool(self.lean) and self.shares.mostly_scores
                 self.divided = self.untraced or self.for_scores
             if self.untraced or self.for_scores:
-                self.calls = {path: counts[path] for path in traceable(self.model, counts)}
+                uncompiled = self.shares.scored if self.for_scores else ()
+                parts = traceable(self.model, counts, uncompiled)
+                calls = {path: counts[path] for path in parts}
         else:
-            self.calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
+            calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
         if self.options.memory.kind == "auto":
-            self._nearly_free = self.shares.nearly_free(self.calls)
+            self._nearly_free = self.shares.nearly_free(calls)
         if self.divided and self.lean and self.own is not None:
-            able = able_outside(self.model, self.own.served, self.calls)
-            every = self.lean == "layers" or self.options.memory.kind == "min"
+            able = able_outside(self.model, self.own.served, calls)
+            every = self.options.memory.kind == "min"
             self.own_again = able if every else self.shares.own_nearly_free(able)
+        self.calls = calls  # last: other threads take all the rest for settled by it
 
     def _counted_dry(
         self, args: Any, kwargs: Any, own: OwnKernels | None = None
@@ -212,7 +228,8 @@ class Regions:
         """Recurrent layers of torch run on our kernels, where these serve them; None where not all
         do. Not with a budget of a model that is divided: there torch's are run again, as few as are
         enough."""
-        if self.given or self.recurrent == "torch" or not has_layers_of_torch(self.model):
+        left = self.recurrent == "torch" or self.lean == "layers"  # asks for torch's to run again
+        if self.given or left or not has_layers_of_torch(self.model):
             return None
         own = OwnKernels()
         found = self._counted_dry(args, kwargs, own)
@@ -222,6 +239,7 @@ class Regions:
         divided = loops or (self.lean and found.shares.mostly_scores)
         if divided and self.options.memory.kind in ("bytes", "fraction"):
             return None
+        own.leave_loops(found.calls.counts)
         run_on_own_kernels(self.model, own.served)
         self.own = own
         return found if own.served and len(own.served) == len(own.refused) else None

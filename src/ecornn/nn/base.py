@@ -143,11 +143,11 @@ class RecurrentLayer(TracedAsOperators, torch.nn.RNNBase):
         self._fill_options()
 
     def _fill_options(self) -> None:
-        """Give a layer that torch.nn made the options it does not have."""
+        """Give a layer that torch.nn made the options it does not have; it need not be ours yet."""
         for name, value in DEFAULTS.items():
             self.__dict__.setdefault(name, value)
-        self._made = self._make()
-        self._forget_weights()
+        self._made = RecurrentLayer._make(self)
+        RecurrentLayer._forget_weights(self)
         let_dynamo_trace()
 
     def _init_flat_weights(self) -> None:

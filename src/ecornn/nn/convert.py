@@ -52,15 +52,17 @@ def convert(model: ModuleT) -> ModuleT:
 def _convert_one(module: torch.nn.Module) -> None:
     kind = type(module)
     if kind in REPLACEMENTS:
-        module.__class__ = REPLACEMENTS[kind]
+        ours = REPLACEMENTS[kind]
     elif parametrize.is_parametrized(module) and kind.__bases__[0] in REPLACEMENTS:
         # parametrize made a class for this module, which its copies share: a new one for this one
         own = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
-        module.__class__ = type(kind.__name__, (REPLACEMENTS[kind.__bases__[0]],), own)
+        ours = type(kind.__name__, (REPLACEMENTS[kind.__bases__[0]],), own)
     else:
         return
-    if isinstance(module, RecurrentLayer):
-        module._fill_options()
+    if issubclass(ours, RecurrentLayer):
+        # before it is ours: another thread may call it meanwhile
+        RecurrentLayer._fill_options(module)  # type: ignore[arg-type]
+    module.__class__ = ours
 
 
 for _kind in LAYERS:

@@ -22,4 +22,7 @@ def can_become_ours(layer: nn.Module) -> bool:
 
 
 def become_ours(layer: nn.Module) -> None:
-    _WAYS[type(layer)](layer)
+    """Where it still can: another thread may have been quicker."""
+    way = _WAYS.get(type(layer))
+    if way is not None:
+        way(layer)

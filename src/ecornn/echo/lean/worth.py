@@ -55,7 +55,7 @@ class Shares:
     """Seconds of a forward pass: of all of it, of its calls of recurrent layers of torch, in order,
     and, by path, of each of the model's parts. `own`: calls of layers of this package that may
     keep gates or not; `own_runs`: all of theirs. `scores`: bytes of the largest that a cross
-    entropy has, where it need keep nothing else."""
+    entropy has, where it need keep nothing else; `scored`: the parts that call one."""
 
     seconds: float = 0.0
     layers: list[LayerCall] = field(default_factory=list)
@@ -63,6 +63,7 @@ class Shares:
     own: list[OwnCall] = field(default_factory=list)
     own_runs: list[OwnRun] = field(default_factory=list)
     scores: int = 0
+    scored: set[str] = field(default_factory=set)
 
     def layers_outside(self, paths: Collection[str]) -> list[LayerCall]:
         """By their places: those within compiled parts are nobody's to run again."""
@@ -218,6 +219,7 @@ class _Layers(TorchFunctionMode):
             call = Call(*args, **kwargs)
             if call.refusal(grad_enabled=True) is None:
                 self._shares.scores = max(self._shares.scores, call.input.nbytes)
+                self._shares.scored.update(self._inside)
 
     def _price(self, call: layers.Arguments | None) -> None:
         able = layers.refusal(call, grad_enabled=True) is None
