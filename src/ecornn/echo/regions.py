@@ -28,27 +28,25 @@ from ecornn.echo.lean.alone import AssumedLoan
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_functions
 from ecornn.echo.lean.needs import missing
-from ecornn.echo.lean.ours import told_of_own
-from ecornn.echo.lean.worth import NEARLY_FREE, Priced, Shares
+from ecornn.echo.lean.worth import Priced, Shares
 from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
 from ecornn.echo.options import Memory, Options
 from ecornn.echo.own_again import able, able_outside, run_again_later
 from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.own_kernels import OwnKernels, has_layers_of_torch, run_on_own_kernels
 from ecornn.echo.parts import (
-    SELDOM,
     called_often,
     has_free_layers,
     runs_untraced_layers,
     traceable,
 )
+from ecornn.echo.regions_told import told_of_regions
 from ecornn.echo.rehearse import rehearsed
 from ecornn.echo.report import GraphReport
 from ecornn.echo.starts import Beginnings
 from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
 from ecornn.echo.twin import alone, device_of
 from ecornn.ops.keeping import keeping_states_alone
-from ecornn.sizes import size_text
 
 
 @dataclass(frozen=True)
@@ -139,22 +137,22 @@ class Regions:
     def _called(self, args: Any, kwargs: Any) -> Any:
         if not self.lean:
             return self.model(*args, **kwargs)
-        functions = LeanFunctions(self.replaced, again=self._again)
+        functions = LeanFunctions(self.replaced, again=self.again)
         try:
-            with functions, keeping_states_alone(self._states_alone):
+            with functions, keeping_states_alone(self.states_alone):
                 return self.model(*args, **kwargs)
         finally:
             functions.end_of_call()
 
     @property
-    def _again(self) -> Container[int]:
+    def again(self) -> Container[int]:
         """The places of calls of recurrent layers that are run again."""
         if self.lean == "layers" or self.options.memory.kind == "min":
             return EVERY_CALL
         return self._nearly_free if self.step is None else self.step.way.again
 
     @property
-    def _states_alone(self) -> bool:
+    def states_alone(self) -> bool:
         """Do layers of this package around the parts keep no gates, unless they were told to?"""
         if not self.lean:
             return False
@@ -204,9 +202,9 @@ class Regions:
         if self.options.memory.kind == "auto":
             self._nearly_free = self.shares.nearly_free(calls)
         if self.divided and self.lean and self.own is not None:
-            able = able_outside(self.model, self.own.served, calls)
-            every = self.options.memory.kind == "min"
-            self.own_again = able if every else self.shares.own_nearly_free(able)
+            paths = able_outside(self.model, self.own.served, calls)
+            least = self.options.memory.kind == "min"
+            self.own_again = paths if least else self.shares.own_nearly_free(paths)
         self.calls = calls  # last: other threads take all the rest for settled by it
 
     def _counted_dry(
@@ -279,7 +277,7 @@ class Regions:
         for path in self.own_again:
             layer = self.model.get_submodule(path)
             if able(layer):
-                yield layer, run_again_later(layer, states_alone=self._states_alone)
+                yield layer, run_again_later(layer, states_alone=self.states_alone)
         self.beginnings.begin(self.model)
 
     def _of(self, path: str, part: nn.Module, calls: int) -> Callable[..., Any]:
@@ -328,10 +326,10 @@ class Regions:
             called = self.calls is not None and any(self.calls.values())
             raise NotUnderstood(self.why_wet or (OBJECTS if called else "not called yet"))
         parts = {path: backend.recorded or [] for path, backend in self._backends.items()}
-        functions = self._assumed(self._again) if self.lean else None
+        functions = self._assumed(self.again) if self.lean else None
         first = self.beginnings.of_call(self.model)
-        with keeping_states_alone(self._states_alone):
-            again = dict.fromkeys(self.own_again, self._states_alone)
+        with keeping_states_alone(self.states_alone):
+            again = dict.fromkeys(self.own_again, self.states_alone)
             return rehearsed(self.model, self.first_call, parts, functions, first, again)
 
     @property
@@ -350,53 +348,4 @@ class Regions:
 
     def told(self) -> list[str]:
         """How the model was divided, in sentences."""
-        if self.calls is None:
-            return ["not called yet: nothing is compiled"]
-        own = [] if self.own is None else self.own.told()
-        if not self.divided:
-            why = "as asked for" if self.given else SELDOM
-            return [f"the whole model is compiled: {why}", *own]
-        how = "named by the caller" if self.given else "found at the first call"
-        parts = "; ".join(f"{path}, {count} times" for path, count in self.calls.items())
-        found = [f"called in one forward pass, {how}, each compiled once: {parts or 'none'}", *own]
-        if self.untraced:
-            found.append("torch's compiler does not take recurrent layers of torch.nn")
-        if self.for_scores:
-            size = size_text(self.shares.scores)
-            found.append(f"compiled, a cross entropy would keep more than its {size} of scores")
-        if self.why_wet is not None:
-            found.append(f"the first call ran without Echo, to count those calls: {self.why_wet}")
-        if self.why_twice is not None:
-            found.append(f"a loop's first call may be compiled by itself: {self.why_twice}")
-        found += self.checkpoints.told()
-        unlean = f"no function of it is replaced: {missing() or 'as asked for'}"
-        rest = self.replaced.told() if self.lean else [unlean]
-        if self.lean and self.replaced.latest_able:
-            rest.append(self._told_of_layers())
-        rest += self._told_of_own_layers()
-        budget = [] if self.step is None else [self.step.told()]
-        return [*found, *budget, "the rest of the model runs as it is written", *rest]
-
-    def _told_of_own_layers(self) -> list[str]:
-        if self.options.memory.kind == "min" and self.lean:
-            why = "as little memory as can be was asked for"
-        elif self.step is not None and self.lean:
-            why = "the step did not fit" if self._states_alone else "the step fits with them"
-        else:
-            why = "as it does by itself"
-        again = [f"{path} is run again in the backward pass" for path in self.own_again]
-        told_of = (*(self.calls or ()), *self.own_again)
-        return [*again, *told_of_own(self.shares.own, told_of, self._states_alone, why)]
-
-    def _told_of_layers(self) -> str:
-        able, again = self.replaced.latest_able, self.replaced.latest_again
-        if self.lean == "layers":
-            why = "as asked for"
-        elif self.options.memory.kind == "min":
-            why = "as little memory as can be was asked for"
-        elif self.step is not None:
-            why = "as few as were found to be enough" if again else "none need be"
-        else:
-            why = f"as many as are estimated to take {NEARLY_FREE:.0%} of a step or less"
-        why += self.shares.told(self._again, self.calls or ())
-        return f"of {able} calls of recurrent layers in a forward pass {again} are run again: {why}"
+        return told_of_regions(self)
