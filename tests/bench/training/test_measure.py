@@ -171,7 +171,7 @@ class TestServing:
         ready, *turns, done = self.serve(monkeypatch, "eager")
         assert ready == {"ready": True, "turns": effort.turns, "further": effort.further}
         assert [said["timed"] for said in turns] == [effort.steps, 2 * effort.steps]
-        assert all(0 <= said["uncertainty"] < 10 for said in turns)
+        assert all(0 <= said["uncertainty"] < 10 and said["median"] > 0 for said in turns)
         assert done["metrics"]["step_samples"] == 2 * effort.steps
         assert done["metrics"]["step_ms"] > 0
 
