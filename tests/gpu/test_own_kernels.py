@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ecornn
+from ecornn.bench.calls import capture
 
 WIDTH, STEPS, BATCH, CLASSES = 256, 64, 24, 12
+#: So many that running a layer again is nearly free beside them.
+LOOP = 200
 
 
 class Tagger(nn.Module):
@@ -48,9 +51,9 @@ def made(classes: int = CLASSES, dropout: float = 0.0) -> tuple[Tagger, Tensor, 
         return Tagger(classes, dropout), words, tags
 
 
-def step(run: nn.Module, model: nn.Module, words: Tensor, tags: Tensor) -> list[Tensor]:
+def step(run: nn.Module, model: nn.Module, *given: Tensor) -> list[Tensor]:
     model.zero_grad()
-    loss = run(words, tags)
+    loss = run(*given)
     loss.backward()
     return [loss.detach(), *(weight.grad for weight in model.parameters())]  # type: ignore[misc]
 
@@ -100,6 +103,57 @@ def test_a_stack_with_dropout_is_counted_without_numbers_and_trained() -> None:
     assert losses[-1] < losses[0]
     assert "run on kernels of ecornn: lower, upper" in told
     assert "the first call ran without Echo" not in told
+
+
+class Translator(nn.Module):
+    """Its decoder's step is compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.LSTM(WIDTH, WIDTH)
+        self.step = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x_TBH: Tensor, start_BH: Tensor) -> Tensor:
+        output, (state, _) = self.encoder(x_TBH)
+        state = state[0] + start_BH
+        for _ in range(LOOP):
+            state = torch.tanh(self.step(state) + output.mean(0))
+        return state.square().mean()
+
+
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_around_a_loop_layers_are_run_again(memory: str) -> None:
+    torch.manual_seed(6)
+    with torch.device("cuda"):
+        model = Translator()
+        given = torch.randn(STEPS, 3 * BATCH, WIDTH), torch.randn(3 * BATCH, WIDTH)
+    exact = copy.deepcopy(model).double()
+    expected = step(exact, exact, *(x.double() for x in given))
+    run = ecornn.compile(model, memory=memory)
+    for _ in range(3):
+        found = step(run, model, *given)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.double() - theirs).norm() <= 1e-4 * theirs.norm()
+    told = str(run.explain())
+    assert "run on kernels of ecornn: encoder" in told
+    assert f"step, {LOOP} times" in told
+    assert "encoder is run again in the backward pass" in told
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    run(*given).backward()
+    torch.cuda.synchronize()
+    predicted = run.explain().predicted_peak_bytes(held)
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
+    graph, _ = capture(lambda: step(run, model, *given))
+    for weight in model.parameters():
+        assert weight.grad is not None
+        weight.grad.fill_(float("nan"))
+    graph.replay()
+    for weight, theirs in zip(model.parameters(), expected[1:], strict=True):
+        assert weight.grad is not None
+        assert (weight.grad.double() - theirs).norm() <= 1e-4 * theirs.norm()
 
 
 def test_what_has_too_few_steps_for_our_kernels_is_left_to_torch() -> None:

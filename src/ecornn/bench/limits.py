@@ -82,9 +82,10 @@ LIMITS = (
         "rnn",
         ("keep",),
         "computing the gates again is two more products of T·B × 4H × H beside the six of a "
-        "training step, and the buffers' bound asks for several pieces, each with launches and "
-        "weights of its own. Tried: five pieces, weight gradients added inside their products, one "
-        "piece where the bound allows it",
+        "training step: 275 GFLOP, which at the 713 TFLOP/s of the input's product in a profile "
+        "are 0.39 ms, 11 % of the step by themselves. The buffers' bound asks for five pieces, "
+        "each with a launch, weights to read, and weights' gradients to be added to. Tried: five "
+        "pieces, weight gradients added inside their products, one piece where the bound allows it",
     ),
     Limit(
         "rnn",
