@@ -8,9 +8,10 @@
 - `aggressive`: the same with torch's `aggressive_recomputation`;
 - `echo`, `echo memory=min`, `echo memory=0.5`, `echo memory=0.6`, `echo memory=0.9`:
   `ecornn.compile`, with the default memory, the smallest, and, where they are named, such a part of
-  what is held beside weights and batch when all is kept;
+  what is held beside weights and batch when all is kept; recurrent layers of torch run on our
+  kernels, as it has them do by default;
 - `converted`, `echo converted`: the model, and `echo`, after `ecornn.convert`: its recurrent layers
-  are ours; where they are named;
+  and cells are ours; where they are named;
 - `ecornn.profiler`: the memory profiler's own figures, in a benchmark of their own;
 - `…+graph`: the whole step, optimizer included, replayed from a CUDA graph.
 """
