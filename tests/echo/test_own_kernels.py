@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,21 +47,6 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x)[0]))[0].square().mean()
-
-
-class Words(nn.Module):
-    """A language model: most of what it holds are scores."""
-
-    def __init__(self, words: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(words, HIDDEN)
-        self.rnn = nn.LSTM(HIDDEN, HIDDEN)
-        self.output = nn.Linear(HIDDEN, words)
-
-    def forward(self, words_TB: Tensor) -> Tensor:
-        scores = self.output(self.rnn(self.embedding(words_TB[:-1]))[0])
-        return F.cross_entropy(scores.flatten(0, 1), words_TB[1:].flatten())
 
 
 def given() -> Tensor:
@@ -287,16 +271,6 @@ def test_with_a_budget_of_a_divided_model_they_stay_torch_s(on_a_gpu: None, memo
     assert type(model.encoder) is nn.LSTM
 
 
-def test_without_lean_functions_a_model_of_many_scores_is_compiled_as_a_whole(
-    on_a_gpu: None,
-) -> None:
-    model = Words(20_000)
-    run = ecornn.compile(model, lean=False)
-    step(run, model, torch.randint(20_000, (STEPS * 10, BATCH * 2)))
-    assert type(model.rnn) is ecornn.LSTM
-    assert "the whole model is compiled" in str(run.explain())
-
-
 def test_a_layer_that_is_called_often_stays_torch_s(on_a_gpu: None) -> None:
     """Ours, it would be the one part of the model that is compiled."""
 
@@ -319,47 +293,6 @@ def test_a_layer_that_is_called_often_stays_torch_s(on_a_gpu: None) -> None:
     told = str(run.explain())
     assert "each compiled once: output, 1 times" in told
     assert "sentence is left to torch: it is called 5 times in one forward pass" in told
-
-
-def test_a_model_of_many_scores_is_divided_for_its_cross_entropy(on_a_gpu: None) -> None:
-    model = Words(20_000)
-    words = torch.randint(20_000, (STEPS * 10, BATCH * 2))
-    expected = step(model, model, words)
-    run = ecornn.compile(model)
-    torch.testing.assert_close(step(run, model, words), expected)
-    assert type(model.rnn) is ecornn.LSTM
-    told = str(run.explain())
-    assert "cross_entropy keeps only its scores" in told
-    assert "a cross entropy would keep more than its" in told
-
-
-def test_no_part_that_has_such_a_cross_entropy_is_compiled(on_a_gpu: None) -> None:
-    """A wrapper's only part is the whole model; compiled, it would keep what it is divided for."""
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.scale = Words(20_000), nn.Sequential(nn.Linear(1, 1), nn.Tanh())
-
-        def forward(self, words_TB: Tensor) -> Tensor:
-            return self.scale(self.inner(words_TB).reshape(1))
-
-    model = Wrapper()
-    words = torch.randint(20_000, (STEPS * 10, BATCH * 2))
-    expected = step(model, model, words)
-    run = ecornn.compile(model)
-    torch.testing.assert_close(step(run, model, words), expected)
-    told = str(run.explain())
-    assert "each compiled once: scale, 1 times" in told
-    assert "cross_entropy keeps only its scores" in told
-
-
-def test_a_model_of_few_scores_is_compiled_as_a_whole(on_a_gpu: None) -> None:
-    model = Words(20)
-    run = ecornn.compile(model)
-    step(run, model, torch.randint(20, (STEPS, BATCH)))
-    assert type(model.rnn) is ecornn.LSTM
-    assert "the whole model is compiled" in str(run.explain())
 
 
 def test_copies_and_pickles_keep_the_choice(on_a_gpu: None) -> None:

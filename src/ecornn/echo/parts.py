@@ -54,16 +54,13 @@ def runs_untraced_layers(model: nn.Module) -> bool:
     return not allowed and any(isinstance(part, nn.RNNBase) for part in of_torch)
 
 
-def traceable(
-    model: nn.Module, counts: dict[str, int], but: Container[str] = frozenset()
-) -> list[str]:
-    """The largest parts that were called and have no such layer, `but` some. A recurrent layer of
-    this package alone is none: what it keeps is told to it as it is called."""
+def traceable(model: nn.Module, counts: dict[str, int]) -> list[str]:
+    """The largest parts that were called and have no such layer. A recurrent layer of this package
+    alone is none: what it keeps is told to it as it is called."""
     found = [
         path
         for path in counts
-        if path not in but
-        and not runs_untraced_layers(part := model.get_submodule(path))
+        if not runs_untraced_layers(part := model.get_submodule(path))
         and not isinstance(part, TracedAsOperators)
         and worth_compiling(part)
     ]

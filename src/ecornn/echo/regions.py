@@ -79,7 +79,6 @@ class Regions:
         #: Some parts are compiled, or none, and the rest runs as it is written.
         self.divided = self.given and bool(given)
         self.untraced = False  # that is because of layers which torch's compiler leaves alone
-        self.for_scores = False  # or because of what a cross entropy keeps that is compiled
         self.why_wet: str | None = None
         self.why_twice: str | None = None  # a loop that begins with zeros may be compiled so often
         self.replaced = Replaced()
@@ -189,14 +188,9 @@ class Regions:
         if self.calls is None:
             calls = called_often(self.model, counts)
             self.divided = bool(calls)
-            if not self.divided:
-                self.untraced = runs_untraced_layers(self.model)
-                self.for_scores = bool(self.lean) and self.shares.mostly_scores
-                self.divided = self.untraced or self.for_scores
-            if self.untraced or self.for_scores:
-                uncompiled = self.shares.scored if self.for_scores else ()
-                parts = traceable(self.model, counts, uncompiled)
-                calls = {path: counts[path] for path in parts}
+            if not self.divided and runs_untraced_layers(self.model):
+                self.divided = self.untraced = True
+                calls = {path: counts[path] for path in traceable(self.model, counts)}
         else:
             calls = {path: max(counts.get(path, 0), 1) for path in self.calls}
         if self.options.memory.kind == "auto":
@@ -233,8 +227,7 @@ class Regions:
         found = self._counted_dry(args, kwargs, own)
         if isinstance(found, str):
             return None
-        loops = called_often(self.model, found.calls.counts)
-        divided = loops or (self.lean and found.shares.mostly_scores)
+        divided = called_often(self.model, found.calls.counts)
         if divided and self.options.memory.kind in ("bytes", "fraction"):
             return None
         own.leave_loops(found.calls.counts)

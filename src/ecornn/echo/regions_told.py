@@ -8,7 +8,6 @@ from ecornn.echo.lean.needs import missing
 from ecornn.echo.lean.ours import told_of_own
 from ecornn.echo.lean.worth import NEARLY_FREE
 from ecornn.echo.parts import SELDOM
-from ecornn.sizes import size_text
 
 if TYPE_CHECKING:
     from ecornn.echo.regions import Regions
@@ -27,9 +26,6 @@ def told_of_regions(regions: Regions) -> list[str]:
     found = [f"called in one forward pass, {how}, each compiled once: {parts or 'none'}", *own]
     if regions.untraced:
         found.append("torch's compiler does not take recurrent layers of torch.nn")
-    if regions.for_scores:
-        size = size_text(regions.shares.scores)
-        found.append(f"compiled, a cross entropy would keep more than its {size} of scores")
     if regions.why_wet is not None:
         found.append(f"the first call ran without Echo, to count those calls: {regions.why_wet}")
     if regions.why_twice is not None:

@@ -60,11 +60,9 @@ class Call:
     reduction: str = "mean"
     label_smoothing: float = 0.0
 
-    def refusal(self, *, grad_enabled: bool | None = None) -> str | None:
-        """Why the call is left to torch; None if it can be served. `grad_enabled`: as it will be
-        when the call is made with numbers; by default as it is now."""
+    def refusal(self) -> str | None:
+        """Why the call is left to torch; None if it can be served."""
         scores, target = self.input, self.target
-        asked = grad_enabled or (scores.requires_grad and torch.is_grad_enabled())
         if type(scores) not in PLAIN or type(target) not in PLAIN:
             return "not plain tensors"
         if scores.dim() != 2 or scores.shape[:1] != target.shape:
@@ -79,7 +77,7 @@ class Call:
             return "an unknown reduction"
         if not scores.dtype.is_floating_point:
             return "no real numbers"
-        if not asked:
+        if not (scores.requires_grad and torch.is_grad_enabled()):
             return "no gradient is asked for"
         if torch.is_autocast_enabled(scores.device.type) and scores.itemsize < 4:
             return "autocast chooses another precision"

@@ -5,12 +5,11 @@ numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +18,6 @@ from ecornn.echo.analysis.machine import machine_of
 from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.graph import PRODUCTS
 from ecornn.echo.lean import layers
-from ecornn.echo.lean.cross_entropy import Call
 from ecornn.echo.lean.ours import KERNELS, OwnCall, OwnRun, own_call, own_run
 from ecornn.echo.parts import is_free_to_choose, within
 from ecornn.echo.work import Work, work_of
@@ -54,16 +52,13 @@ class LayerCall:
 class Shares:
     """Seconds of a forward pass: of all of it, of its calls of recurrent layers of torch, in order,
     and, by path, of each of the model's parts. `own`: calls of layers of this package that may
-    keep gates or not; `own_runs`: all of theirs. `scores`: bytes of the largest that a cross
-    entropy has, where it need keep nothing else; `scored`: the parts that call one."""
+    keep gates or not; `own_runs`: all of theirs."""
 
     seconds: float = 0.0
     layers: list[LayerCall] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     own: list[OwnCall] = field(default_factory=list)
     own_runs: list[OwnRun] = field(default_factory=list)
-    scores: int = 0
-    scored: set[str] = field(default_factory=set)
 
     def layers_outside(self, paths: Collection[str]) -> list[LayerCall]:
         """By their places: those within compiled parts are nobody's to run again."""
@@ -97,12 +92,6 @@ class Shares:
         if not chosen:
             return layers.NO_CALL
         return layers.EVERY_CALL if len(chosen) == len(able) else frozenset(chosen)
-
-    @property
-    def mostly_scores(self) -> bool:
-        """Are there recurrent layers, and all of their gates or results less than the scores?"""
-        gates = sum(run.gates for run in self.own_runs)
-        return 0 < gates + sum(call.bytes for call in self.layers) < self.scores
 
     def own_nearly_free(self, paths: Collection[str]) -> list[str]:
         """The same of layers of this package, some of `paths`, each with all of its calls."""
@@ -207,19 +196,9 @@ class _Layers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if not torch.compiler.is_compiling():
-            if func in layers.LAYERS:
-                self._price(layers.Arguments.of(args, kwargs))
-            elif func is F.cross_entropy:
-                self._note_scores(args, kwargs or {})
+        if func in layers.LAYERS and not torch.compiler.is_compiling():
+            self._price(layers.Arguments.of(args, kwargs))
         return func(*args, **(kwargs or {}))
-
-    def _note_scores(self, args: Sequence[Any], kwargs: Any) -> None:
-        with suppress(TypeError):  # torch says what is wrong
-            call = Call(*args, **kwargs)
-            if call.refusal(grad_enabled=True) is None:
-                self._shares.scores = max(self._shares.scores, call.input.nbytes)
-                self._shares.scored.update(self._inside)
 
     def _price(self, call: layers.Arguments | None) -> None:
         able = layers.refusal(call, grad_enabled=True) is None
