@@ -175,5 +175,5 @@ def test_auto_runs_again_those_that_are_nearly_free() -> None:
     told = " ".join(str(compiled.explain()).split())
     assert "of 2 calls of recurrent layers in a forward pass 1 are run again" in told
     assert "run again in the backward pass, 2 calls" in told, "one in each of two steps"
-    assert compiled._regions._again == {1}, "the short one, which is called second"
+    assert compiled._regions.again == {1}, "the short one, which is called second"
     torch._dynamo.reset()
