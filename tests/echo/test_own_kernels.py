@@ -150,6 +150,20 @@ def test_what_our_kernels_refuse_stays_torch_s_and_is_told(
     assert "second is left to torch: it has no kernel for it" in told
 
 
+def test_with_a_budget_none_becomes_ours_unless_all_do(
+    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that stay torch's divide the model."""
+
+    def no_gru(layer: nn.Module, *_: Any) -> str | None:
+        return "it has no kernel for it" if isinstance(layer, nn.GRU) else None
+
+    monkeypatch.setattr(own_kernels, "refusal", no_gru)
+    model, x = Two(), given()
+    step(ecornn.compile(model, memory="1GiB"), model, x)
+    assert kinds(model) == [nn.LSTM, nn.GRU]
+
+
 def test_none_becomes_ours_where_all_are_refused(
     on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +263,17 @@ def test_around_a_loop_all_are_run_again_for_the_least_memory(on_a_gpu: None) ->
         model.encoder.weight_hh_l0.mul_(2)
     with pytest.raises(InvalidInput, match="changed in place since it ran"):
         loss.backward()
+
+
+def test_what_was_made_in_inference_mode_is_not_run_again(on_a_gpu: None) -> None:
+    """Nobody would see that it was changed; torch refuses to keep it for a gradient."""
+    model = Decoder()
+    run = ecornn.compile(model, memory="min")
+    step(run, model, given())
+    with torch.inference_mode():
+        x = given()
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        run(x)
 
 
 def test_what_draws_is_not_run_again(on_a_gpu: None) -> None:

@@ -58,7 +58,8 @@ def _forward(layer: nn.Module, states_alone: bool, /, *args: Any, **kwargs: Any)
     tensors += layer.parameters()
     asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     within_another = inmost_checkpoint() is not None or torch.compiler.is_compiling()
-    if not asked or within_another or _draws(layer):
+    unseen = any(tensor.is_inference() for tensor in tensors)  # if such a one is changed
+    if not asked or within_another or unseen or _draws(layer):
         return forward(*args, **kwargs)
     versions = [tensor._version for tensor in tensors]
 

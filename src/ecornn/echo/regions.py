@@ -227,13 +227,14 @@ class Regions:
         found = self._counted_dry(args, kwargs, own)
         if isinstance(found, str):
             return None
-        divided = called_often(self.model, found.calls.counts)
+        own.leave_loops(found.calls.counts)
+        all_served = bool(own.served) and len(own.served) == len(own.refused)
+        divided = bool(called_often(self.model, found.calls.counts)) or not all_served
         if divided and self.options.memory.kind in ("bytes", "fraction"):
             return None
-        own.leave_loops(found.calls.counts)
         run_on_own_kernels(self.model, own.served)
         self.own = own
-        return found if own.served and len(own.served) == len(own.refused) else None
+        return found if all_served else None
 
     def _taken_over(self, found: _CountedDry) -> dict[str, int]:
         self.why_wet = None

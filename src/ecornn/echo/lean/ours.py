@@ -45,11 +45,10 @@ KERNELS = 2
 
 @dataclass(frozen=True)
 class OwnRun:
-    """A call of a recurrent layer of this package: within which part, the bytes of its gates and of
-    its results, and the seconds of its forward pass."""
+    """A call of a recurrent layer of this package: within which part, the bytes of its results, and
+    the seconds of its forward pass."""
 
     path: str
-    gates: int
     bytes: int
     seconds: float
 
@@ -59,14 +58,14 @@ def own_run(path: str, func: Any, args: Any) -> OwnRun | None:
     if func is not FORWARD:
         return None
     call = read_call(*args)
-    x, gates = call.input_TBI, gates_of(call)
+    x = call.input_TBI
     steps, batch = x.shape[:2]
     results = steps * batch * call.directions * call.h0_DBR.shape[-1] * x.element_size()
     machine = machine_of(x.device)
-    work = Work(None, gates.read_bytes, results, flops_of(call), x.dtype, x.device)
+    work = Work(None, gates_of(call).read_bytes, results, flops_of(call), x.dtype, x.device)
     waits = KERNELS * steps * call.directions * machine.launch_s
     seconds = machine.seconds(work, product=True) + waits
-    return OwnRun(path, gates.bytes, results, seconds)
+    return OwnRun(path, results, seconds)
 
 
 def told_of_own(
