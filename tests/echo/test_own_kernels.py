@@ -133,13 +133,15 @@ def test_they_stay_torch_s_without_a_gpu(options: Any) -> None:
     assert kinds(model) == [nn.LSTM, nn.GRU]
 
 
-def test_what_our_kernels_refuse_stays_torch_s_and_is_told(
-    on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_gru(layer: nn.Module, *_: Any) -> str | None:
+@pytest.fixture
+def no_gru(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(layer: nn.Module, *_: Any) -> str | None:
         return "it has no kernel for it" if isinstance(layer, nn.GRU) else None
 
-    monkeypatch.setattr(own_kernels, "refusal", no_gru)
+    monkeypatch.setattr(own_kernels, "refusal", refusal)
+
+
+def test_what_our_kernels_refuse_stays_torch_s_and_is_told(on_a_gpu: None, no_gru: None) -> None:
     model, x = Two(), given()
     expected = step(model, model, x)
     run = ecornn.compile(model)
@@ -150,18 +152,28 @@ def test_what_our_kernels_refuse_stays_torch_s_and_is_told(
     assert "second is left to torch: it has no kernel for it" in told
 
 
-def test_with_a_budget_none_becomes_ours_unless_all_do(
+def test_with_a_budget_none_becomes_ours_unless_all_do(on_a_gpu: None, no_gru: None) -> None:
+    """Those that stay torch's divide the model."""
+    model, x = Two(), given()
+    run = ecornn.compile(model, memory="1GiB")
+    step(run, model, x)
+    assert kinds(model) == [nn.LSTM, nn.GRU]
+    assert "are left to torch: with a budget of a divided model" in str(run.explain())
+
+
+def test_why_a_run_without_numbers_failed_is_told(
     on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that stay torch's divide the model."""
+    def broken(*_: Any) -> str | None:
+        raise RuntimeError("no such thing")
 
-    def no_gru(layer: nn.Module, *_: Any) -> str | None:
-        return "it has no kernel for it" if isinstance(layer, nn.GRU) else None
-
-    monkeypatch.setattr(own_kernels, "refusal", no_gru)
+    monkeypatch.setattr(own_kernels, "refusal", broken)
     model, x = Two(), given()
-    step(ecornn.compile(model, memory="1GiB"), model, x)
+    run = ecornn.compile(model)
+    step(run, model, x)
     assert kinds(model) == [nn.LSTM, nn.GRU]
+    told = " ".join(str(run.explain()).split())
+    assert "with ours in their place, failed: no such thing" in told
 
 
 def test_none_becomes_ours_where_all_are_refused(

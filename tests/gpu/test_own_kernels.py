@@ -170,3 +170,11 @@ def test_a_batch_too_large_for_one_launch_runs_in_two() -> None:
     exact = copy.deepcopy(layer).double()
     found, expected = layer(x)[0], exact(x.double())[0]
     assert (found.double() - expected).norm() <= 2e-3 * expected.norm()
+    assert "in two launches" in str(layer.explain(x))
+    arriving = torch.randn_like(found)
+    found.backward(arriving)
+    expected.backward(arriving.double())
+    for mine, theirs in zip(layer.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert (mine.grad.double() - theirs.grad).norm() <= 2e-3 * theirs.grad.norm()

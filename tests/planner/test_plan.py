@@ -328,6 +328,27 @@ class TestPersistent:
         spec = asked(device="cuda", hidden=1024, batch=batch, needs_grad=True)
         refusal = self.backend.refuse(spec)
         assert refusal is None if served else f"a batch of {batch}, do not fit" in str(refusal)
+        monkeypatch.setattr(persistent, "describe", lambda found: "a geometry")
+        halves = "" if batch == 40 else "in two launches, each of half the sequences: "
+        assert self.backend.details(spec) == ([halves + "a geometry"] * 2 if served else [])
+
+    def test_halves_do_not_serve_where_the_whole_s_kernel_cannot_be_made(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A launch asks for the whole first, and would raise."""
+        from ecornn.backends import persistent
+
+        def geometry(ask: Any, device: int) -> object:
+            if ask.batch == 80:
+                raise OSError("no room for it")
+            return object()
+
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent, "geometry", geometry)
+        monkeypatch.setattr(persistent, "build_side_by_side", lambda asks, device: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        spec = asked(device="cuda", hidden=1024, batch=80)
+        assert self.backend.refuse(spec) == "its kernel could not be made: no room for it"
 
     def test_a_capture_finds_its_kernel_loaded_or_goes_to_torchs(
         self, monkeypatch: pytest.MonkeyPatch

@@ -74,18 +74,17 @@ LIMITS = (
         "rnn",
         ("LSTM", "ecornn is", "forward_us"),
         "as of 2048 units: a profile has the GPU wait for the host before the first product and "
-        "before the first launch. In three rounds of a script a call took 0.86 to 0.92 ms once the "
-        "host's share was less, instead of the 1.25 of this row; not measured again",
+        "before the first launch. The host's share is less since; not measured again",
         {"hidden": (1024,), "batch": (16,), "dtype": ("fp32",)},
     ),
     Limit(
         "rnn",
         ("keep",),
         "computing the gates again is two more products of T·B × 4H × H beside the six of a "
-        "training step: 275 GFLOP, which at the 713 TFLOP/s of the input's product in a profile "
-        "are 0.39 ms, 11 % of the step by themselves. The buffers' bound asks for five pieces, "
-        "each with a launch, weights to read, and weights' gradients to be added to. Tried: five "
-        "pieces, weight gradients added inside their products, one piece where the bound allows it",
+        "training step: 275 GFLOP, which at the 989 TFLOP/s of the data sheet are 0.28 ms, 8 % of "
+        "the step by themselves. The buffers' bound asks for five pieces, each with a launch, "
+        "weights to read, and weights' gradients to be added to. Tried: five pieces, weight "
+        "gradients added inside their products, one piece where the bound allows it",
     ),
     Limit(
         "rnn",

@@ -73,6 +73,7 @@ class Regions:
         self.model, self.options, self.dynamic = model, options, dynamic
         self.recurrent = recurrent
         self.own: OwnKernels | None = None  # those of torch's layers that were made to run on them
+        self.why_not_own: str | None = None  # none was, nor was it asked for
         self.lean = lean if missing() is None else False
         self.calls: dict[str, int] | None = None if given is None else dict.fromkeys(given, 0)
         self.given = given is not None
@@ -226,11 +227,13 @@ class Regions:
         own = OwnKernels()
         found = self._counted_dry(args, kwargs, own)
         if isinstance(found, str):
+            self.why_not_own = f"a run without numbers, with ours in their place, failed: {found}"
             return None
         own.leave_loops(found.calls.counts)
         all_served = bool(own.served) and len(own.served) == len(own.refused)
         divided = bool(called_often(self.model, found.calls.counts)) or not all_served
         if divided and self.options.memory.kind in ("bytes", "fraction"):
+            self.why_not_own = "with a budget of a divided model they may have to be run again"
             return None
         run_on_own_kernels(self.model, own.served)
         self.own = own

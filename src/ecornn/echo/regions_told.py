@@ -18,6 +18,8 @@ def told_of_regions(regions: Regions) -> list[str]:
     if regions.calls is None:
         return ["not called yet: nothing is compiled"]
     own = [] if regions.own is None else regions.own.told()
+    if regions.why_not_own is not None:
+        own.append(f"recurrent layers of torch.nn are left to torch: {regions.why_not_own}")
     if not regions.divided:
         why = "as asked for" if regions.given else SELDOM
         return [f"the whole model is compiled: {why}", *own]

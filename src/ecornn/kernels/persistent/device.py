@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ecornn.errors import KernelGaveUp
-from ecornn.kernels.jit import Variant, compiled, compiler_unavailable
+from ecornn.kernels.jit import compiled, compiler_unavailable
 from ecornn.kernels.persistent.choose import Chip, Request, blocks_needed, ranked
 from ecornn.kernels.persistent.gradients import MOST_UNITS, gradient_launcher
 from ecornn.kernels.persistent.launch import architecture, kernel, make_context_current
@@ -77,11 +77,7 @@ def build_side_by_side(asks: Sequence[Request], device: int) -> None:
     arch = architecture(device)
     first = (ranked(ask, chip(device))[:1] for ask in new)
     variants = {found.tile.variant(arch) for one in first for found in one}
-    build_variants(sorted(variants, key=str))
-
-
-def build_variants(variants: Sequence[Variant]) -> None:
-    if len(variants) < 2:
+    if len(variants) < 2:  # left to whoever asks for it
         return
     with ThreadPoolExecutor(len(variants)) as pool:
         for variant in variants:

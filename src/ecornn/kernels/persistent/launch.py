@@ -136,11 +136,14 @@ class _Config(ctypes.Structure):
     )
 
 
+def _library() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
 @cache
 def _launch_function() -> Any:
     # by ctypes: in a profile of a call the bindings' own wrapper took longer than torch.mm
-    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    function = library.cuLaunchKernelEx
+    function = _library().cuLaunchKernelEx
     function.argtypes = (ctypes.c_void_p,) * 4
     function.restype = ctypes.c_int
     return function
@@ -148,7 +151,7 @@ def _launch_function() -> Any:
 
 @cache
 def _fill_function() -> Any:
-    function = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuMemsetD32Async
+    function = _library().cuMemsetD32Async
     function.argtypes = (ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p)
     function.restype = ctypes.c_int
     return function
