@@ -266,14 +266,21 @@ def _inductor(
     module: fx.GraphModule, inputs: Sequence[Any], partition: _Partition
 ) -> Callable[..., Any]:
     import torch._functorch.config as functorch_config
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
+    from ecornn.echo.aligned_scores import AlignScores
     from ecornn.echo.inductor import EchoPartitioner, Watched
 
     # AOTAutograd's cache would skip the partitioner, and with it what explain() tells. The cache
     # of compiled code, which is what takes long, stays.
     with functorch_config.patch(enable_autograd_cache=False):
-        patches = {"custom_partitioner_fn": EchoPartitioner(partition, partition.key())}
+        patches = {
+            "custom_partitioner_fn": EchoPartitioner(partition, partition.key()),
+            "joint_custom_pre_pass": AlignScores(
+                inductor_config.joint_custom_pre_pass, partition.told, sources_key()
+            ),
+        }
         watched = Watched(partition.told, partition.recorded, partition.before_compiling)
         compiled = compile_fx(module, inputs, inner_compile=watched, config_patches=patches)
     assert callable(compiled)

@@ -54,7 +54,7 @@ class Effort:
 
 EFFORTS = {
     "thorough": Effort(turns=10, further=30, steps=3, tries=7),
-    "quick": Effort(turns=7, further=21, steps=2, tries=5),
+    "quick": Effort(turns=7, further=7, steps=2, tries=5),
 }
 
 
