@@ -25,6 +25,7 @@ from ecornn.echo.frozen import unless_thawed
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.kept_forms import check_device, in_other_forms
 from ecornn.echo.options import Options, read_options
+from ecornn.echo.output_losses import with_output_losses
 from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.recorded import Recorded, key_of
 from ecornn.echo.report import GraphReport, Report
@@ -82,8 +83,11 @@ class EchoBackend:
         adds = why_no_sums(self.calls, inputs) is None
         partitioner = _Partition(self, told, recorded, *((weights, common) if adds else ((), ())))
         generate = _inductor if codegen == "inductor" else _eager
+        traced = module
+        if adds_in_any_order(codegen):
+            traced, told.output_losses = with_output_losses(module)
         try:
-            compiled = generate(module, inputs, partitioner)
+            compiled = generate(traced, inputs, partitioner)
         except BaseException:
             self.report.forget(told)  # it will never run; torch may try another one
             raise
@@ -266,21 +270,14 @@ def _inductor(
     module: fx.GraphModule, inputs: Sequence[Any], partition: _Partition
 ) -> Callable[..., Any]:
     import torch._functorch.config as functorch_config
-    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
 
-    from ecornn.echo.aligned_scores import AlignScores
     from ecornn.echo.inductor import EchoPartitioner, Watched
 
     # AOTAutograd's cache would skip the partitioner, and with it what explain() tells. The cache
     # of compiled code, which is what takes long, stays.
     with functorch_config.patch(enable_autograd_cache=False):
-        patches = {
-            "custom_partitioner_fn": EchoPartitioner(partition, partition.key()),
-            "joint_custom_pre_pass": AlignScores(
-                inductor_config.joint_custom_pre_pass, partition.told, sources_key()
-            ),
-        }
+        patches = {"custom_partitioner_fn": EchoPartitioner(partition, partition.key())}
         watched = Watched(partition.told, partition.recorded, partition.before_compiling)
         compiled = compile_fx(module, inputs, inner_compile=watched, config_patches=patches)
     assert callable(compiled)

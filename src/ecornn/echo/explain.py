@@ -170,8 +170,7 @@ def _head(graph: GraphReport) -> list[str]:
         lines.append(f"products with a vector that are written as sums: {graph.vector_products}")
     if graph.single_sums:
         lines.append(f"sums of rows with one entry that are written as that: {graph.single_sums}")
-    if graph.aligned_scores:
-        lines.append(f"scores whose rows are made longer to be aligned: {graph.aligned_scores}")
+    lines += graph.output_losses
     if graph.fused_cells:
         lines.append(f"torch's fused cells that are written out: {graph.fused_cells}")
     if graph.sums is not None:

@@ -89,8 +89,8 @@ class GraphReport:
     vector_products: int = 0
     #: Sums of rows with one entry that are written as that.
     single_sums: int = 0
-    #: Products whose rows are made longer, so that they begin at multiples of a cache line.
-    aligned_scores: int = 0
+    #: Output layers that are one operator with their losses, in sentences.
+    output_losses: list[str] = field(default_factory=list)
     #: Cells of torch that are written out as elementwise operators.
     fused_cells: int = 0
     #: Which kept results have another form, in sentences.

@@ -1,4 +1,4 @@
-"""What the recurrence operators take while they run, for whoever counts memory without numbers."""
+"""What our operators take while they run, for whoever counts memory without numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ecornn.backends.protocol import Scratch
 from ecornn.backends.registry import by_name
 from ecornn.ops.batching import SAMPLES
 from ecornn.ops.keeping import settled
+from ecornn.ops.linear_cross_entropy import OPERATOR as LINEAR_CROSS_ENTROPY
+from ecornn.ops.linear_cross_entropy import scratch_of
 from ecornn.ops.recurrence import read_call, recurrence, recurrence_backward
 
 FORWARD, BACKWARD = recurrence._opoverload, recurrence_backward._opoverload
@@ -19,7 +21,12 @@ def scratch_bytes(func: Any, args: Sequence[Any]) -> int:
     """Bytes that an operator, if it is one of ours, takes beside its results and gives back."""
     if func is FORWARD:
         return _of(args).forward
-    return _of(args[SAMPLES + 1 :]).backward if func is BACKWARD else 0
+    if func is BACKWARD:
+        return _of(args[SAMPLES + 1 :]).backward
+    if func is LINEAR_CROSS_ENTROPY:
+        input_NH, weight_VH, *_ = args
+        return scratch_of(len(input_NH), weight_VH, input_NH.dtype)
+    return 0
 
 
 def _of(args: Sequence[Any]) -> Scratch:

@@ -1,0 +1,207 @@
+"""Output layers whose scores go to a cross entropy and nowhere else, as the one operator that never
+has all scores (`ops/linear_cross_entropy.py`), for code that is compiled.
+
+Of models with many classes, such as words, scores are the largest feature map by far, and what
+torch makes of them on the way back is as large. It happens before torch differentiates the graph:
+what is replaced are calls of functions of `torch.nn.functional`, as the model has them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+
+from ecornn.echo.graph import NotUnderstood, number_of_the_call
+from ecornn.ops.linear_cross_entropy import REDUCTIONS, linear_cross_entropy, scratch_of
+
+#: Scores of fewer bytes are left as they are: there is little to save.
+FEWEST_BYTES = 64 * 2**20
+#: And those that are not so many times what the operator takes instead.
+LEAST_GAIN = 2
+#: Where it is done: nowhere yet. It is tested on a CPU, where inductor's own code is the quicker
+#: one, and has not been run and timed on a GPU, which it is for (decision 0032).
+DEVICES: tuple[str, ...] = ()
+#: Other tensors, such as those that are divided over GPUs, are left alone.
+PLAIN = (Tensor, FakeTensor)
+
+_SIGNATURE = inspect.signature(F.cross_entropy)
+_LINEAR = (torch._C._nn.linear, F.linear)
+#: Calls that leave rows in their order and classes last, if the last size says so.
+_ROWS = ("flatten", "view", "reshape", "contiguous")
+_CASTS = ("float", "to")
+#: Two dimensions are exchanged: for (B, V, T), which is torch's other form of scores.
+_EXCHANGES = {"transpose": ((1, 2), (2, 1), (-1, -2), (-2, -1)), "permute": ((0, 2, 1),)}
+_WRITE = (
+    *(operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul),
+    *(operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
+    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A cross entropy and the layer that its scores come from, with the calls in between."""
+
+    loss: fx.Node
+    layer: fx.Node
+    between: tuple[fx.Node, ...]
+    target: fx.Node
+    options: dict[str, Any]
+
+    @property
+    def weight(self) -> Any:
+        return self.layer_inputs[1]
+
+    @property
+    def layer_inputs(self) -> tuple[Any, ...]:
+        """Input, weight and bias."""
+        names = ("input", "weight", "bias")
+        given = dict(zip(names, self.layer.args, strict=False)) | dict(self.layer.kwargs)
+        return tuple(given.get(name) for name in names)
+
+    def told(self) -> str:
+        classes = _value(self.layer).shape[-1]
+        names = f"{self.layer.name} and {self.loss.name}"
+        return f"{names} are one operator, which has {classes:,} scores of some rows at once"
+
+
+def with_output_losses(module: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
+    """A graph as torch.compile has traced it, changed if there is something to change, and what
+    was. The given one stays as it is."""
+    if not any(True for _ in _outputs(module)):
+        return module, []
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    changed = fx.GraphModule(module, graph)
+    changed.meta = dict(module.meta)
+    said = []
+    for output in list(_outputs(changed)):
+        said.append(output.told())
+        _replace(changed.graph, output)
+    changed.graph.lint()
+    changed.recompile()
+    return changed, said
+
+
+def _outputs(module: fx.GraphModule) -> Iterator[Output]:
+    for node in module.graph.find_nodes(op="call_function", target=F.cross_entropy):
+        found = _output(node)
+        if found is not None and _is_large(found) and _undisturbed(found):
+            yield found
+
+
+def _output(loss: fx.Node) -> Output | None:
+    try:
+        given = _SIGNATURE.bind(*loss.args, **loss.kwargs)
+    except TypeError:
+        return None
+    given.apply_defaults()
+    asked = given.arguments
+    if any(asked[name] is not None for name in ("weight", "size_average", "reduce")):
+        return None
+    names = ("ignore_index", "reduction", "label_smoothing")
+    options = {name: asked[name] for name in names}
+    if any(isinstance(value, fx.Node) for value in options.values()):
+        return None
+    target = asked["target"]
+    if options["reduction"] not in REDUCTIONS or not isinstance(target, fx.Node):
+        return None
+    if not isinstance(_value(target), Tensor) or _value(target).dtype != torch.int64:
+        return None  # parts of classes
+    traced = _layer_of(asked["input"], loss)
+    return None if traced is None else Output(loss, *traced, target, options)
+
+
+def _layer_of(scores: Any, reader: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """The layer that scores come from, through calls that leave rows in order; of scores (B, V, T)
+    the last call is the one that makes them so."""
+    between: list[fx.Node] = []
+    while isinstance(scores, fx.Node) and list(scores.users) == [reader]:
+        if scores.op == "call_function" and scores.target in _LINEAR:
+            exchanged = bool(between) and _are_exchanged(between[0])
+            two_dimensional = _value(between[0] if between else scores).dim() == 2
+            return (scores, tuple(between)) if exchanged or two_dimensional else None
+        exchanges = not between and _are_exchanged(scores)
+        if scores.op != "call_method" or not (exchanges or _keeps_rows(scores)):
+            return None
+        between.append(scores)
+        reader, scores = scores, scores.args[0]
+    return None
+
+
+def _are_exchanged(node: Any) -> bool:
+    if not isinstance(node, fx.Node) or node.op != "call_method" or node.kwargs:
+        return False
+    dims = node.args[1:]
+    if len(dims) == 1 and isinstance(dims[0], (list, tuple)):
+        dims = tuple(dims[0])
+    return dims in _EXCHANGES.get(str(node.target), ()) and _value(node).dim() == 3
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    before, after = _value(node.args[0]), _value(node)
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    if node.target in _CASTS:
+        wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
+        return before.device == after.device and before.shape == after.shape and wider
+    classes: Any = before.shape[-1]
+    return node.target in _ROWS and isinstance(classes, int) and after.shape[-1:] == (classes,)
+
+
+def _is_large(output: Output) -> bool:
+    scores, loss = _value(output.layer), _value(output.loss)
+    if type(scores) not in PLAIN or scores.device.type not in DEVICES:
+        return False
+    if type(_value(output.weight)) not in PLAIN:
+        return False
+    classes: Any = scores.shape[-1]
+    if not loss.requires_grad or scores.dim() < 2 or not isinstance(classes, int):
+        return False
+    try:
+        elements = number_of_the_call(scores.numel())
+    except NotUnderstood:
+        return False
+    count = elements * scores.element_size()
+    taken = scratch_of(elements // classes, _value(output.weight), scores.dtype)
+    return bool(count >= FEWEST_BYTES and count >= LEAST_GAIN * taken)
+
+
+def _undisturbed(output: Output) -> bool:
+    """Is nothing written between the layer and the loss, to where it is moved? Casts and modes are
+    no matter: in which numbers scores are is said, and that gradients are wanted known."""
+    node = output.layer.next
+    while node is not output.loss:
+        name = str(getattr(node.target, "__name__", node.target))
+        if node.target in _WRITE or (name.endswith("_") and not name.endswith("__")):
+            return False
+        node = node.next
+    return True
+
+
+def _replace(graph: fx.Graph, output: Output) -> None:
+    with graph.inserting_before(output.loss):
+        options = {**output.options, "dtype": _value(output.layer).dtype}
+        loss = graph.call_function(
+            linear_cross_entropy, (*output.layer_inputs, output.target), options
+        )
+        loss.meta = dict(output.loss.meta)
+        dtype = _value(output.loss).dtype
+        cast = graph.call_method("to", (loss, dtype))
+        cast.meta = dict(output.loss.meta)
+    output.loss.replace_all_uses_with(cast)
+    for node in (output.loss, *output.between, output.layer):
+        graph.erase_node(node)
+
+
+def _value(node: Any) -> Any:
+    """What torch.compile has traced it with."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None

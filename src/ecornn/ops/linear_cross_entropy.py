@@ -1,0 +1,277 @@
+"""`ecornn::linear_cross_entropy`: an output layer and the cross entropy of its scores as one
+operator, which makes some rows of scores at once and never has them all.
+
+Once a row's scores are there, so is all that its gradient takes but one factor, what arrives at the
+loss. The operator makes the gradients as if that were one, before the scores are given up for those
+of the next rows: no product is run twice, and what stays for the backward pass is as large as the
+layer's input and its weights. torch holds all scores two or three times over.
+
+Rows are added up in float32, or in float64 if they are. Of 16-bit numbers torch rounds the gradient
+of each score, and here its distance from zero at the right class is computed in float32 before it
+is rounded, as there.
+
+Shape suffixes: N rows, R rows at once, H inputs, V classes, W classes and what fills up a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ecornn.errors import InvalidInput
+
+#: Bytes of scores that are there at once, about: large enough for products of full speed, small
+#: beside what a model of so many classes has in weights.
+CHUNK_BYTES = 128 * 2**20
+#: Products are made of tiles of so many rows.
+ROWS_ALIGNED = 128
+#: Rows that begin at multiples of this can be read by whole vectors.
+VECTOR_BYTES = 16
+REDUCTIONS = ("mean", "sum")
+_ARGUMENTS = 7
+
+
+class Loss(NamedTuple):
+    """Sums over the rows that count. Gradients are those of `loss`; empty if not asked for. Those
+    of weights are not rounded: of 16 bits they might not hold a sum over all rows."""
+
+    loss: Tensor
+    rows: Tensor
+    d_input_NH: Tensor
+    d_weight_VH: Tensor
+    d_bias_V: Tensor
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`cross_entropy(linear(input, weight, bias), target)` of inputs (…, H) and targets (…), with
+    scores of `dtype`, such as autocast chooses; None: the input's."""
+    if reduction not in REDUCTIONS:
+        expected = " or ".join(map(repr, REDUCTIONS))
+        raise InvalidInput("reduction", repr(reduction), expected, "add up no less than all rows")
+    dtype = dtype or input.dtype
+    x_NH, weight_VH = input.flatten(0, -2).to(dtype), weight_VH.to(dtype)
+    bias_V = None if bias_V is None else bias_V.to(dtype)
+    layer = (x_NH, weight_VH, bias_V)
+    wanted = [one is not None and one.requires_grad for one in layer]
+    loss: Tensor
+    rows: Tensor
+    loss, rows, *_ = torch.ops.ecornn.linear_cross_entropy(
+        *layer, target.flatten(), ignore_index, label_smoothing, wanted
+    )
+    return loss / rows if reduction == "mean" else loss
+
+
+def sums_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rows_at_once(rows: int, row_bytes: int) -> int:
+    """In equal shares, but for what completes tiles."""
+    chunks = -(-rows * row_bytes // CHUNK_BYTES)
+    return max(-(-rows // (max(chunks, 1) * ROWS_ALIGNED)), 1) * ROWS_ALIGNED
+
+
+def row_bytes_of(classes: int, dtype: torch.dtype) -> int:
+    """Of scores; those of 16 bits are there in float32 as well."""
+    size, wide = dtype.itemsize, sums_in(dtype).itemsize
+    return classes * (size if size == wide else size + wide)
+
+
+def filled_up(classes: int, dtype: torch.dtype, device: torch.device) -> int:
+    """By how many classes; on a CPU, whose products read anything, by none."""
+    return -classes % (VECTOR_BYTES // dtype.itemsize) if device.type == "cuda" else 0
+
+
+def scratch_of(rows: int, weight_VH: Tensor, dtype: torch.dtype) -> int:
+    """Bytes that the operator takes beside its results, of scores of `dtype`."""
+    classes, width = weight_VH.shape
+    row_bytes = row_bytes_of(classes, dtype)
+    taken = min(rows, rows_at_once(rows, row_bytes)) * row_bytes
+    if more := filled_up(classes, dtype, weight_VH.device):
+        taken += (classes + more) * width * dtype.itemsize
+    return taken
+
+
+@torch.library.custom_op(
+    "ecornn::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor input, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
+    "float label_smoothing, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _operator(
+    input_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wanted: Sequence[bool],
+) -> Loss:
+    with torch.autocast(input_NH.device.type, enabled=False):
+        layer = _Layer(input_NH, weight_VH, bias_V, label_smoothing)
+        gradients = _Gradients(input_NH, layer, wanted)
+        loss = input_NH.new_zeros((), dtype=layer.sums)
+        counts_N = target_N != ignore_index
+        rows = rows_at_once(len(input_NH), row_bytes_of(layer.classes, input_NH.dtype))
+        for chunk in _slices(len(input_NH), rows):
+            loss += _make(layer, gradients, chunk, target_N, counts_N)
+        return gradients.with_loss(loss, counts_N.sum(dtype=layer.sums))
+
+
+def _slices(rows: int, at_once: int) -> Iterator[slice]:
+    """One at least: sums of no rows are zeros."""
+    return (slice(at, min(at + at_once, rows)) for at in range(0, max(rows, 1), at_once))
+
+
+class _Layer:
+    """Rows of scores are filled up to whole vectors by classes that nothing is ever in: with a bias
+    of -∞ their softmax is zero, and so is their gradient."""
+
+    def __init__(
+        self, input_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, smoothing: float
+    ) -> None:
+        self.input_NH, self.smoothing = input_NH, smoothing
+        self.classes, self.sums = weight_VH.shape[0], sums_in(input_NH.dtype)
+        more = filled_up(self.classes, input_NH.dtype, input_NH.device)
+        self.weight_WH, self.bias_W = weight_VH, bias_V
+        if more:
+            self.weight_WH = F.pad(weight_VH, (0, 0, 0, more))
+            bias_V = weight_VH.new_zeros(self.classes) if bias_V is None else bias_V
+            self.bias_W = F.pad(bias_V, (0, more), value=-torch.inf)
+
+    def scores(self, rows: slice) -> Tensor:
+        return F.linear(self.input_NH[rows], self.weight_WH, self.bias_W)
+
+
+def _make(
+    layer: _Layer, gradients: _Gradients, rows: slice, target_N: Tensor, counts_N: Tensor
+) -> Tensor:
+    """The loss of some rows; their part of the gradients is added to the others'. A function, so
+    that their scores are gone before the next ones are made."""
+    scores_RW = layer.scores(rows)
+    wide_RW = scores_RW.to(layer.sums)  # the same if they are
+    counts_R1 = counts_N[rows].unsqueeze(1)
+    target_R1 = target_N[rows].unsqueeze(1).where(counts_R1, 0)
+    part, classes, smoothing = wide_RW[:, : layer.classes], layer.classes, layer.smoothing
+    largest_R1, at_R1 = wide_RW.max(1, keepdim=True)
+    score_R1 = part.gather(1, target_R1)
+    total_R1 = part.sum(1, keepdim=True) if smoothing else None
+    torch.softmax(wide_RW, 1, out=wide_RW)
+    # the largest is at least one of as many parts as there are classes: its logarithm is exact
+    log_sum_R1 = largest_R1 - wide_RW.gather(1, at_R1).log()
+    loss_R1 = log_sum_R1 - score_R1
+    # small where the model is right: a difference of rounded numbers would be none
+    of_target_R1 = torch.expm1(-loss_R1)
+    if total_R1 is not None:
+        even_R1 = log_sum_R1 - total_R1 / classes
+        loss_R1 = (1 - smoothing) * loss_R1 + smoothing * even_R1
+        part -= smoothing / classes
+        of_target_R1 += smoothing - smoothing / classes
+    part.scatter_(1, target_R1, of_target_R1)
+    if scores_RW is not wide_RW:
+        scores_RW.copy_(wide_RW)
+    gradients.add(rows, scores_RW, counts_R1)
+    return loss_R1.where(counts_R1, 0).sum()
+
+
+class _Gradients:
+    def __init__(self, input_NH: Tensor, layer: _Layer, wanted: Sequence[bool]) -> None:
+        self.layer, self.input_NH = layer, input_NH
+        self.of_input, self.of_weight, self.of_bias = wanted
+        self.d_input_NH = torch.empty_like(input_NH) if self.of_input else input_NH.new_empty(0)
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, rows: slice, d_scores_RW: Tensor, counts_R1: Tensor) -> None:
+        if self.of_input:
+            d_input_RH = torch.mm(d_scores_RW, self.layer.weight_WH, out=self.d_input_NH[rows])
+            d_input_RH.masked_fill_(~counts_R1, 0)
+        if self.of_weight:  # rows that do not count have zeros as input
+            self._product("weight", d_scores_RW, self.input_NH[rows].where(counts_R1, 0))
+        if self.of_bias:
+            self._product("bias", d_scores_RW, counts_R1.to(d_scores_RW.dtype))
+
+    def _product(self, name: str, d_scores_RW: Tensor, columns: Tensor) -> None:
+        found, across_WR = self._sums.get(name), d_scores_RW.t()
+        if columns.dtype != self.layer.sums and not columns.is_cuda:
+            across_WR, columns = across_WR.to(self.layer.sums), columns.to(self.layer.sums)
+        if columns.dtype == self.layer.sums:
+            self._sums[name] = (
+                across_WR @ columns if found is None else found.addmm_(across_WR, columns)
+            )
+        elif found is None:
+            self._sums[name] = torch.mm(across_WR, columns, out_dtype=self.layer.sums)
+        else:
+            torch.addmm(found, across_WR, columns, out_dtype=self.layer.sums, out=found)
+
+    def with_loss(self, loss: Tensor, rows: Tensor) -> Loss:
+        classes = self.layer.classes
+        d_weight_VH, d_bias_V = loss.new_empty(0), loss.new_empty(0)
+        if self.of_weight:
+            d_weight_VH = self._sums["weight"][:classes]
+        if self.of_bias:
+            d_bias_V = self._sums["bias"][:classes, 0]
+        return Loss(loss, rows, self.d_input_NH, d_weight_VH, d_bias_V)
+
+
+@_operator.register_fake
+def _(
+    input_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    wanted: Sequence[bool],
+) -> Loss:
+    sums = sums_in(input_NH.dtype)
+    loss, rows = (input_NH.new_empty((), dtype=sums) for _ in range(2))
+    of_input, of_weight, of_bias = wanted
+    return Loss(
+        loss,
+        rows,
+        input_NH.new_empty(input_NH.shape if of_input else 0),
+        loss.new_empty(weight_VH.shape if of_weight else 0),
+        loss.new_empty(weight_VH.shape[:1] if of_bias else 0),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Loss) -> None:
+    ctx.save_for_backward(*output[2:])
+    ctx.dtype = inputs[0].dtype
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    found: list[Tensor | None] = [None] * _ARGUMENTS
+    if d_loss is not None:
+        for k, gradient in enumerate(ctx.saved_tensors):
+            if ctx.needs_input_grad[k]:
+                # in float32: what arrives may be a scale that 16 bits do not hold
+                found[k] = (gradient.to(d_loss.dtype) * d_loss).to(ctx.dtype)
+    return (*found,)
+
+
+_operator.register_autograd(_backward, setup_context=_keep)
+OPERATOR = _operator._opoverload
+
+
+@register_flop_formula(torch.ops.ecornn.linear_cross_entropy, get_raw=True)
+def _flops(input_NH: Tensor, weight_VH: Tensor, *args: Any, out_val: Any = None, **_: Any) -> int:
+    of_input, of_weight, _of_bias = args[-1]
+    return int(2 * input_NH.shape[0] * weight_VH.numel() * (1 + of_input + of_weight))

@@ -1,0 +1,284 @@
+"""Output layers that are one operator with their losses, in compiled models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.support.tolerances import assert_matches, tolerance
+from torch import Tensor, nn
+
+import ecornn
+from ecornn.echo import output_losses
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+BATCH, STEPS, WIDTH, CLASSES = 5, 7, 8, 50
+SAID = "are one operator"
+
+
+@pytest.fixture(autouse=True)
+def _any_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_losses, "DEVICES", ("cpu",))
+    monkeypatch.setattr(output_losses, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(output_losses, "LEAST_GAIN", 0)
+
+
+class Model(nn.Module):
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.hidden, self.output = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.loss = loss
+
+    def forward(self, x_BTH: Tensor, target_BT: Tensor) -> Any:
+        return self.loss(self.output(torch.tanh(self.hidden(x_BTH))), target_BT)
+
+
+def flat(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+
+def viewed(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.view(-1, scores.size(-1)), target.reshape(-1), reduction="sum")
+
+
+def widened(scores: Tensor, target: Tensor) -> Tensor:
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=3)
+    return smooth(scores.float().contiguous().reshape(-1, CLASSES), target.view(-1))
+
+
+def exchanged(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.transpose(1, 2), target)
+
+
+def permuted(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.permute(0, 2, 1), target)
+
+
+def scaled_afterwards(scores: Tensor, target: Tensor) -> Tensor:
+    return 3 * flat(scores, target) + target.float().mean()
+
+
+SERVED = [flat, viewed, widened, exchanged, permuted, scaled_afterwards]
+
+
+def returned(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return flat(scores, target), scores
+
+
+def of_other_scores(scores: Tensor, target: Tensor) -> Tensor:
+    return flat(scores * 2, target)
+
+
+def of_classes(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten(), scores.new_ones(CLASSES))
+
+
+def row_by_row(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").square().sum()
+
+
+def of_parts(scores: Tensor, target: Tensor) -> Tensor:
+    parts = F.one_hot(target, CLASSES).float()
+    return F.cross_entropy(scores.flatten(0, 1), parts.flatten(0, 1))
+
+
+def other_rows(scores: Tensor, target: Tensor) -> Tensor:
+    """Classes are last again, but rows in another order."""
+    return F.cross_entropy(scores.transpose(0, 1).flatten(0, 1), target.t().flatten())
+
+
+def without_the_first(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores[:, 1:].flatten(0, 1), target[:, 1:].flatten())
+
+
+def written_to(scores: Tensor, target: Tensor) -> Tensor:
+    target = target.clone()
+    target.add_(1).remainder_(CLASSES)
+    return flat(scores, target)
+
+
+LEFT = [returned, of_other_scores, of_classes, row_by_row, of_parts, other_rows]
+LEFT += [without_the_first, written_to]
+
+
+def drawn(batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(batch, STEPS, WIDTH), torch.randint(CLASSES, (batch, STEPS))
+
+
+def gradients(model: nn.Module, run: Callable[..., Any], *given: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    found = run(*given)
+    loss = found[0] if isinstance(found, tuple) else found
+    loss.backward()
+    return [loss.detach(), *(w.grad for w in model.parameters() if w.grad is not None)]
+
+
+def assert_trains_as(model: nn.Module, run: Callable[..., Any], *given: Tensor) -> None:
+    exact = Model(model.loss).double()  # type: ignore[arg-type]
+    exact.load_state_dict(model.state_dict())
+    for mine, weight in zip(exact.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(weight.requires_grad)
+    expected = gradients(exact, exact, given[0].double(), given[1])
+    for mine, theirs in zip(gradients(model, run, *given), expected, strict=True):
+        assert_matches(mine, theirs, tolerance(torch.float32, order=1))
+
+
+@pytest.mark.parametrize("loss", SERVED)
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_served(loss: Callable[..., Tensor], memory: str) -> None:
+    model = Model(loss)
+    run = ecornn.compile(model, memory=memory, codegen="inductor")
+    assert_trains_as(model, run, *drawn())
+    assert SAID in str(run.explain())
+
+
+@pytest.mark.parametrize("loss", LEFT)
+def test_left_as_they_are(loss: Callable[..., Any]) -> None:
+    model = Model(loss)
+    run = ecornn.compile(model, codegen="inductor")
+    assert_trains_as(model, run, *drawn())
+    assert SAID not in str(run.explain())
+
+
+def test_operators_one_by_one_have_eager_s_bits() -> None:
+    model = Model(flat)
+    run = ecornn.compile(model, codegen="eager")
+    given = drawn()
+    found, expected = gradients(model, run, *given), gradients(model, model, *given)
+    assert all(map(torch.equal, found, expected))
+    assert SAID not in str(run.explain())
+
+
+def test_few_scores_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_losses, "FEWEST_BYTES", 4 * BATCH * STEPS * CLASSES + 1)
+    run = ecornn.compile(Model(flat), codegen="inductor")
+    run(*drawn()).backward()
+    assert SAID not in str(run.explain())
+
+
+def test_scores_that_are_hardly_more_than_what_it_takes_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_losses, "LEAST_GAIN", 2)  # all of these rows are a chunk
+    run = ecornn.compile(Model(flat), codegen="inductor")
+    run(*drawn()).backward()
+    assert SAID not in str(run.explain())
+
+
+def test_scores_on_other_devices_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_losses, "DEVICES", ("cuda",))
+    run = ecornn.compile(Model(flat), codegen="inductor")
+    run(*drawn()).backward()
+    assert SAID not in str(run.explain())
+
+
+def test_a_loss_that_is_only_looked_at() -> None:
+    model = Model(flat)
+    run = ecornn.compile(model, codegen="inductor")
+    given = drawn()
+    with torch.no_grad():
+        assert_matches(run(*given), model(*given), tolerance(torch.float32))
+    assert SAID not in str(run.explain())
+
+
+def test_any_batch() -> None:
+    model = Model(flat)
+    run = ecornn.compile(model, codegen="inductor", dynamic=True)
+    for batch in (BATCH, BATCH + 3, 2 * BATCH):
+        assert_trains_as(model, run, *drawn(batch))
+    assert SAID in str(run.explain())
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    model = Model(flat)
+    model.output.requires_grad_(False)
+    run = ecornn.compile(model, codegen="inductor")
+    assert_trains_as(model, run, *drawn())
+    assert model.output.weight.grad is None
+    assert SAID in str(run.explain())
+
+
+def test_weights_that_are_frozen_when_compiled_and_trained_later() -> None:
+    model = Model(flat)
+    model.output.requires_grad_(False)
+    run = ecornn.compile(model, codegen="inductor")
+    given = drawn()
+    run(*given).backward()
+    model.output.requires_grad_(True)
+    assert_trains_as(model, run, *given)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["of the layer alone", "of all"])
+def test_autocast(inside: bool) -> None:
+    """In 16 bits as eager is, and as near to what is exact."""
+
+    class Cast(Model):
+        def forward(self, x_BTH: Tensor, target_BT: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                scores = self.output(torch.tanh(self.hidden(x_BTH)))
+                if not inside:
+                    return self.loss(scores, target_BT)
+            return self.loss(scores, target_BT)
+
+    model, given = Cast(flat), drawn()
+    run = ecornn.compile(model, codegen="inductor")
+    found, eager = gradients(model, run, *given), gradients(model, model, *given)
+    assert [one.dtype for one in found] == [one.dtype for one in eager]
+    exact = Model(flat).double()
+    exact.load_state_dict(model.state_dict())
+    expected = gradients(exact, exact, given[0].double(), given[1])
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_matches(mine, theirs, tolerance(torch.bfloat16, order=1))
+    assert SAID in str(run.explain())
+
+
+def test_tied_weights_and_accumulated_gradients() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(CLASSES, WIDTH)
+            self.output = nn.Linear(WIDTH, CLASSES, bias=False)
+            self.output.weight = self.embedding.weight
+
+        def forward(self, words: Tensor) -> Tensor:
+            return flat(self.output(torch.tanh(self.embedding(words[:, :-1]))), words[:, 1:])
+
+    torch.manual_seed(2)
+    model = Tied()
+    run = ecornn.compile(model, codegen="inductor")
+    words = [torch.randint(CLASSES, (BATCH, STEPS)) for _ in range(2)]
+    for one in words:
+        run(one).backward()
+    assert SAID in str(run.explain())
+    assert model.embedding.weight.grad is not None
+    found = model.embedding.weight.grad.clone()
+    model.double().zero_grad()
+    for one in words:
+        model(one).backward()
+    assert_matches(found, model.embedding.weight.grad, tolerance(torch.float32, order=1))
+
+
+def test_its_scratch_is_foretold() -> None:
+    """The peak of a model of many classes is that of its weights' gradients and some scores."""
+    rows, classes = 1024, 4096
+    model = nn.Linear(WIDTH, classes)
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = model
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(self.output(x), target)
+
+    run = ecornn.compile(Wide(), codegen="inductor")
+    run(torch.randn(rows, WIDTH), torch.randint(classes, (rows,))).backward()
+    predicted = run.explain().predicted_peak_bytes(0)
+    assert predicted is not None
+    scores = 4 * rows * classes  # all of them fit into a chunk here
+    assert scores < predicted < 1.2 * scores

@@ -1,0 +1,148 @@
+"""An output layer and its cross entropy in one operator, against torch's in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.support.output_layers import IGNORED, assert_is_exact, drawn, exact
+from tests.support.tolerances import assert_matches, tolerance
+
+from ecornn.errors import InvalidInput
+from ecornn.ops import linear_cross_entropy as module
+from ecornn.ops.linear_cross_entropy import (
+    OPERATOR,
+    ROWS_ALIGNED,
+    linear_cross_entropy,
+    row_bytes_of,
+    rows_at_once,
+    scratch_of,
+)
+from ecornn.ops.scratch import scratch_bytes
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: Several chunks, the last of them smaller.
+ROWS, CLASSES = (7, 3 * ROWS_ALIGNED // 7 + 1), 37
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", ROWS_ALIGNED * CLASSES * 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_loss_and_gradients(
+    dtype: torch.dtype, biased: bool, reduction: str, label_smoothing: float
+) -> None:
+    given = drawn(ROWS, CLASSES, dtype, biased=biased)
+    assert_is_exact(given, reduction=reduction, label_smoothing=label_smoothing)
+
+
+@pytest.mark.parametrize("rows", [(1,), (ROWS_ALIGNED,), (ROWS_ALIGNED + 1,), (2, 3, 5)])
+@pytest.mark.parametrize("classes", [1, 2, 500])
+def test_sizes(rows: tuple[int, ...], classes: int) -> None:
+    assert_is_exact(drawn(rows, classes), reduction="sum")
+
+
+def test_another_class_is_ignored() -> None:
+    given = drawn(ROWS, CLASSES)
+    given = given._replace(target=given.target.clamp(min=3))
+    assert_is_exact(given, ignore_index=3)
+
+
+def test_no_rows_at_all_and_none_that_count() -> None:
+    given = drawn((0,), CLASSES)
+    assert_is_exact(given, reduction="sum")
+    assert linear_cross_entropy(*given).isnan()  # as torch's
+    given = drawn(ROWS, CLASSES)
+    given.target.fill_(IGNORED)
+    loss = linear_cross_entropy(*given, reduction="sum")
+    assert loss == 0
+    assert all(not one.any() for one in torch.autograd.grad(loss, given.trained))
+
+
+@pytest.mark.parametrize("trained", [("input",), ("weight",), ("bias",), ("input", "weight")])
+def test_gradients_that_are_not_asked_for_are_not_made(trained: tuple[str, ...]) -> None:
+    given = drawn(ROWS, CLASSES)
+    for name in ("input", "weight", "bias"):
+        getattr(given, name).requires_grad_(name in trained)
+    assert_is_exact(given)
+    wanted = [name in trained for name in ("input", "weight", "bias")]
+    made = OPERATOR(
+        *given._replace(input=given.input.flatten(0, 1), target=given.target.flatten()),
+        IGNORED,
+        0.0,
+        wanted,
+    )[2:]
+    assert [one.numel() > 0 for one in made] == wanted
+
+
+def test_a_scale_that_16_bits_do_not_hold_arrives() -> None:
+    given = drawn(ROWS, CLASSES, torch.float16)
+    scale = 2.0**17
+    found = torch.autograd.grad(linear_cross_entropy(*given) * scale, given.trained)
+    for mine, theirs in zip(found, exact(given)[1:], strict=True):
+        assert_matches(mine / scale, theirs, tolerance(torch.float16, order=1))
+
+
+def test_a_model_that_is_sure_still_has_a_gradient_in_16_bits() -> None:
+    """Of a probability near one, what is missing to one is what counts."""
+    given = drawn((64,), 2, torch.bfloat16, biased=False)
+    with torch.no_grad():
+        given.target.copy_(F.linear(*given[:3]).argmax(1))
+        given.input.mul_(2)
+    assert_is_exact(given, reduction="sum")
+
+
+def test_scores_in_other_numbers_than_the_input_s() -> None:
+    given = drawn(ROWS, CLASSES)
+    loss = linear_cross_entropy(*given, dtype=torch.bfloat16)
+    found = torch.autograd.grad(loss, given.trained)
+    assert {one.dtype for one in found} == {torch.float32}
+    for mine, theirs in zip(found, exact(given)[1:], strict=True):
+        assert_matches(mine, theirs, tolerance(torch.bfloat16, order=1))
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    given = drawn(ROWS, CLASSES)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_is_exact(given)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(label_smoothing: float, dtype: torch.dtype) -> None:
+    x, weight, bias, target = drawn((ROWS_ALIGNED + 3,), CLASSES, dtype)
+    for given, wanted in (
+        ((x, weight, bias), [True] * 3),
+        ((x, weight, None), [True, True, False]),
+    ):
+        torch.library.opcheck(OPERATOR, (*given, target, IGNORED, label_smoothing, wanted))
+
+
+def test_scratch_is_what_it_takes() -> None:
+    """Scores at once, of 16 bits also in float32; nothing is filled up on a CPU."""
+    x, weight, _, target = drawn((5 * ROWS_ALIGNED,), CLASSES)
+    assert rows_at_once(len(x), row_bytes_of(CLASSES, x.dtype)) == ROWS_ALIGNED
+    scratch = ROWS_ALIGNED * CLASSES * 4
+    assert scratch_of(len(x), weight, x.dtype) == scratch
+    given = (x, weight, None, target, IGNORED, 0.0, [True] * 3)
+    assert scratch_bytes(OPERATOR, given) == scratch
+    assert scratch_of(len(x), weight, torch.bfloat16) == ROWS_ALIGNED * CLASSES * 6
+
+
+@pytest.mark.parametrize(("rows", "row_bytes"), [(1, 1), (5600, 133_112), (10**6, 4), (3, 10**9)])
+def test_rows_at_once(monkeypatch: pytest.MonkeyPatch, rows: int, row_bytes: int) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 128 * 2**20)
+    at_once = rows_at_once(rows, row_bytes)
+    assert at_once % ROWS_ALIGNED == 0
+    assert (at_once - ROWS_ALIGNED) * row_bytes < 128 * 2**20
+    assert at_once == ROWS_ALIGNED or -(-rows // at_once) <= -(-rows * row_bytes // (128 * 2**20))
+
+
+def test_a_reduction_that_it_has_not() -> None:
+    with pytest.raises(InvalidInput, match="reduction"):
+        linear_cross_entropy(*drawn(ROWS, CLASSES), reduction="none")
