@@ -101,8 +101,12 @@ def written_to(scores: Tensor, target: Tensor) -> Tensor:
     return flat(scores, target)
 
 
+def in_wider_numbers(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.to(torch.float64).flatten(0, 1), target.flatten())
+
+
 LEFT = [returned, of_other_scores, of_classes, row_by_row, of_parts, other_rows]
-LEFT += [without_the_first, written_to]
+LEFT += [without_the_first, written_to, in_wider_numbers]
 
 
 def drawn(batch: int = BATCH) -> tuple[Tensor, Tensor]:
@@ -152,6 +156,17 @@ def test_operators_one_by_one_have_eager_s_bits() -> None:
     found, expected = gradients(model, run, *given), gradients(model, model, *given)
     assert all(map(torch.equal, found, expected))
     assert SAID not in str(run.explain())
+
+
+def test_the_same_bits_read_as_other_numbers_are_left() -> None:
+    graph = torch.fx.Graph()
+    scores = graph.call_method("view", (graph.placeholder("scores"), torch.bfloat16))
+    for node, dtype in zip(graph.nodes, (torch.float16, torch.bfloat16), strict=True):
+        node.meta["example_value"] = torch.empty(BATCH, CLASSES, dtype=dtype)
+    assert not output_losses._keeps_rows(scores)
+    scores.args = (*scores.args[:1], BATCH, CLASSES)
+    scores.meta["example_value"] = torch.empty(BATCH, CLASSES, dtype=torch.float16)
+    assert output_losses._keeps_rows(scores)
 
 
 def test_few_scores_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ Out = Annotated[
 Cases = Annotated[
     str, typer.Option(metavar="FILTER", help='Only some, such as "cell=lstm hidden=256,512".')
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="Few samples: to see that it works.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer samples: for minutes of a GPU.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads of torch.", show_default="as torch has it")
 ]

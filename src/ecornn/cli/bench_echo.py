@@ -53,7 +53,7 @@ Unrolled = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cuda or cpu.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Tiny models: to see that it works.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Few samples: to see that it works.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer samples: for minutes of a GPU.")]
 Check = Annotated[bool, typer.Option("--check", help="Compare with the targets; 1 if one fails.")]
 
 

@@ -20,7 +20,12 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from ecornn.echo.graph import NotUnderstood, number_of_the_call
-from ecornn.ops.linear_cross_entropy import REDUCTIONS, linear_cross_entropy, scratch_of
+from ecornn.ops.linear_cross_entropy import (
+    REDUCTIONS,
+    linear_cross_entropy,
+    scratch_of,
+    sums_in,
+)
 
 #: Scores of fewer bytes are left as they are: there is little to save.
 FEWEST_BYTES = 64 * 2**20
@@ -151,10 +156,13 @@ def _keeps_rows(node: fx.Node) -> bool:
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return False
     if node.target in _CASTS:
-        wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
-        return before.device == after.device and before.shape == after.shape and wider
+        # float32 is what the operator computes in; wider numbers it does not have
+        wide = after.dtype in (before.dtype, sums_in(before.dtype))
+        return wide and before.device == after.device and before.shape == after.shape
     classes: Any = before.shape[-1]
-    return node.target in _ROWS and isinstance(classes, int) and after.shape[-1:] == (classes,)
+    # a view may also be one of the same bits as other numbers
+    same = isinstance(classes, int) and before.dtype == after.dtype
+    return node.target in _ROWS and same and after.shape[-1:] == (classes,)
 
 
 def _is_large(output: Output) -> bool:
@@ -164,7 +172,8 @@ def _is_large(output: Output) -> bool:
     if type(_value(output.weight)) not in PLAIN:
         return False
     classes: Any = scores.shape[-1]
-    if not loss.requires_grad or scores.dim() < 2 or not isinstance(classes, int):
+    trained = scores.requires_grad and loss.requires_grad
+    if not trained or scores.dim() < 2 or not isinstance(classes, int):
         return False
     try:
         elements = number_of_the_call(scores.numel())
