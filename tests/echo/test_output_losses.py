@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import ecornn
 from ecornn.echo import output_losses
+from ecornn.echo.backend import EchoBackend
+from ecornn.echo.options import Options
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -167,6 +169,69 @@ def test_the_same_bits_read_as_other_numbers_are_left() -> None:
     scores.args = (*scores.args[:1], BATCH, CLASSES)
     scores.meta["example_value"] = torch.empty(BATCH, CLASSES, dtype=torch.float16)
     assert output_losses._keeps_rows(scores)
+
+
+class Overwritten(nn.Module):
+    """What the layer was given is written to before the loss: eager has the scores by then."""
+
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.write, self.bias = write, nn.Parameter(torch.randn(CLASSES))
+        self.weight = nn.Parameter(torch.randn(CLASSES, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = torch.tanh(x)
+        scores = F.linear(hidden, self.weight, self.bias)
+        with torch.no_grad():
+            self.write(hidden)
+        return flat(scores, target)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h: h.mul_(2),
+        lambda h: F.relu(h, inplace=True),
+        lambda h: torch.neg(h, out=h),
+        lambda h: h.__imul__(3),
+        lambda h: torch.ops.aten.add_.Tensor(h, h),
+        lambda h: h.view(-1).zero_(),
+    ],
+)
+def test_what_is_written_to_in_between_is_left(write: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(3)
+    model = Overwritten(write)
+    run = ecornn.compile(model, codegen="inductor")
+    given = drawn()
+    found, expected = gradients(model, run, *given), gradients(model, model, *given)
+    torch.testing.assert_close(found, expected)
+    assert SAID not in str(run.explain())
+
+
+@pytest.mark.parametrize("shape", [(1, CLASSES), (BATCH, STEPS, CLASSES), (1,)])
+def test_biases_of_other_shapes_are_left(shape: tuple[int, ...]) -> None:
+    bias = torch.randn(shape, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, requires_grad=True)
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        return flat(F.linear(x, weight, bias), target)
+
+    compiled = torch.compile(loss, backend=EchoBackend(Options(codegen="inductor")))
+    given = drawn()
+    found, expected = (torch.autograd.grad(f(*given), (weight, bias)) for f in (compiled, loss))
+    torch.testing.assert_close(found, expected)
+
+
+def test_transforms_are_left() -> None:
+    weight = torch.randn(CLASSES, WIDTH)
+    given = drawn()
+
+    def gradient(weight: Tensor) -> Tensor:
+        found: Tensor = torch.func.grad(lambda w: flat(F.linear(given[0], w), given[1]))(weight)
+        return found
+
+    compiled = torch.compile(gradient, backend=EchoBackend(Options(codegen="inductor")))
+    torch.testing.assert_close(compiled(weight), gradient(weight))
 
 
 def test_few_scores_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,9 +59,34 @@ def test_no_rows_at_all_and_none_that_count() -> None:
     assert linear_cross_entropy(*given).isnan()  # as torch's
     given = drawn(ROWS, CLASSES)
     given.target.fill_(IGNORED)
-    loss = linear_cross_entropy(*given, reduction="sum")
-    assert loss == 0
-    assert all(not one.any() for one in torch.autograd.grad(loss, given.trained))
+    for reduction in ("sum", "mean"):
+        loss = linear_cross_entropy(*given, reduction=reduction)
+        assert all(not one.any() for one in torch.autograd.grad(loss, given.trained))
+        assert loss == 0 if reduction == "sum" else loss.isnan()
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_small_losses_of_large_scores(label_smoothing: float) -> None:
+    given = drawn(ROWS, CLASSES)
+    assert given.bias is not None
+    with torch.no_grad():
+        given.bias.add_(1e4)
+        given.target.copy_(F.linear(*given[:3]).argmax(-1))
+    # what rounding makes of the scores themselves is not the operator's
+    scores = F.linear(*given[:3]).flatten(0, 1).double()
+    expected = F.cross_entropy(scores, given.target.flatten(), label_smoothing=label_smoothing)
+    found = linear_cross_entropy(*given, label_smoothing=label_smoothing)
+    assert_matches(found, expected, tolerance(torch.float32))
+
+
+def test_inputs_of_other_strides() -> None:
+    given = drawn((64,), CLASSES)
+    across = given.input.detach().t().contiguous().t().requires_grad_()
+    assert not across.is_contiguous()
+    assert_is_exact(given._replace(input=across))
+    torch.library.opcheck(
+        OPERATOR, (across, given.weight, None, given.target, IGNORED, 0.0, [True, True, False])
+    )
 
 
 @pytest.mark.parametrize("trained", [("input",), ("weight",), ("bias",), ("input", "weight")])

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.utils import get_donated_idxs
 
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.launches import with_direct_launches
@@ -39,6 +41,10 @@ class EchoPartitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None, self.key)
 
+    def given_up(self, inputs: Sequence[int] | None) -> EchoPartitioner:
+        """Its key for a backward pass that may overwrite these of its inputs."""
+        return type(self)(None, f"{self.key} {sorted(inputs or ())}")
+
 
 class OverBudget(UserWarning):
     """Inductor's code holds more than was asked for: plans are chosen by an estimate of it."""
@@ -63,7 +69,7 @@ class Watched:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         if settings.get("is_backward"):
             self._before_backward(module)
-        compiled = compile_fx_inner(module, inputs, **settings)
+        compiled = _compiled(module, inputs, settings)
         try:
             code = _code_of(compiled)
             if settings.get("is_backward"):
@@ -121,6 +127,17 @@ class Watched:
         self._results = []
         if (over := self.told.over_budget) is not None:
             warnings.warn(f"{self.told.name}: {over}", OverBudget, stacklevel=2)
+
+
+def _compiled(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Any:
+    """Inductor's cache does not ask which of a backward pass's inputs may be overwritten. Code that
+    overwrites them came back from it for a graph that was retained, and a second backward pass
+    through that gave other gradients than the first."""
+    partitioner = config.custom_partitioner_fn
+    if not settings.get("is_backward") or not isinstance(partitioner, EchoPartitioner):
+        return compile_fx_inner(module, inputs, **settings)
+    with config.patch(custom_partitioner_fn=partitioner.given_up(get_donated_idxs())):
+        return compile_fx_inner(module, inputs, **settings)
 
 
 def _code_of(compiled: Any) -> Code:

@@ -44,11 +44,22 @@ _ROWS = ("flatten", "view", "reshape", "contiguous")
 _CASTS = ("float", "to")
 #: Two dimensions are exchanged: for (B, V, T), which is torch's other form of scores.
 _EXCHANGES = {"transpose": ((1, 2), (2, 1), (-1, -2), (-2, -1)), "permute": ((0, 2, 1),)}
-_WRITE = (
-    *(operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul),
-    *(operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
-    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+#: Calls that may stand between the layer and the loss, to where it is moved: they write nothing.
+#: Whoever goes by what writes misses some: arguments `inplace` and `out`, operators of one's own.
+_HARMLESS = (
+    *_ROWS,
+    *_CASTS,
+    *_EXCHANGES,
+    "long",
+    "size",
+    "numel",
+    "dim",
+    "t",
+    "unsqueeze",
+    "squeeze",
 )
+_MODES = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_HARMLESS_FUNCTIONS = (operator.getitem, operator.mul, torch.flatten, torch.reshape)
 
 
 @dataclass(frozen=True)
@@ -60,10 +71,6 @@ class Output:
     between: tuple[fx.Node, ...]
     target: fx.Node
     options: dict[str, Any]
-
-    @property
-    def weight(self) -> Any:
-        return self.layer_inputs[1]
 
     @property
     def layer_inputs(self) -> tuple[Any, ...]:
@@ -81,8 +88,9 @@ class Output:
 def with_output_losses(module: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
     """A graph as torch.compile has traced it, changed if there is something to change, and what
     was. The given one stays as it is."""
-    if not any(True for _ in _outputs(module)):
-        return module, []
+    transformed = any("increment_nesting" in str(node.target) for node in module.graph.nodes)
+    if transformed or not any(True for _ in _outputs(module)):
+        return module, []  # transforms of torch.func do not take the operator
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     changed = fx.GraphModule(module, graph)
@@ -169,7 +177,10 @@ def _is_large(output: Output) -> bool:
     scores, loss = _value(output.layer), _value(output.loss)
     if type(scores) not in PLAIN or scores.device.type not in DEVICES:
         return False
-    if type(_value(output.weight)) not in PLAIN:
+    _, weight, bias = (_value(one) for one in output.layer_inputs)
+    if type(weight) not in PLAIN or weight.dim() != 2:
+        return False
+    if bias is not None and bias.shape != weight.shape[:1]:
         return False
     classes: Any = scores.shape[-1]
     trained = scores.requires_grad and loss.requires_grad
@@ -180,17 +191,17 @@ def _is_large(output: Output) -> bool:
     except NotUnderstood:
         return False
     count = elements * scores.element_size()
-    taken = scratch_of(elements // classes, _value(output.weight), scores.dtype)
+    taken = scratch_of(elements // classes, weight, scores.dtype)
     return bool(count >= FEWEST_BYTES and count >= LEAST_GAIN * taken)
 
 
 def _undisturbed(output: Output) -> bool:
-    """Is nothing written between the layer and the loss, to where it is moved? Casts and modes are
-    no matter: in which numbers scores are is said, and that gradients are wanted known."""
+    """May the layer be moved to where the loss is? Casts and modes are no matter: in which numbers
+    scores are is said, and that gradients are wanted known."""
     node = output.layer.next
     while node is not output.loss:
-        name = str(getattr(node.target, "__name__", node.target))
-        if node.target in _WRITE or (name.endswith("_") and not name.endswith("__")):
+        harmless = node.op == "call_method" and node.target in _HARMLESS
+        if not harmless and node.target not in _HARMLESS_FUNCTIONS and node.target not in _MODES:
             return False
         node = node.next
     return True

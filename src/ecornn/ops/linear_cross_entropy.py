@@ -73,7 +73,10 @@ def linear_cross_entropy(
     loss, rows, *_ = torch.ops.ecornn.linear_cross_entropy(
         *layer, target.flatten(), ignore_index, label_smoothing, wanted
     )
-    return loss / rows if reduction == "mean" else loss
+    if reduction == "sum":
+        return loss
+    # of no rows the mean is not a number, as torch's, but gradients are zeros
+    return (loss / rows.clamp(min=1)).where(rows > 0, torch.nan)
 
 
 def sums_in(dtype: torch.dtype) -> torch.dtype:
@@ -170,15 +173,18 @@ def _make(
     part, classes, smoothing = wide_RW[:, : layer.classes], layer.classes, layer.smoothing
     largest_R1, at_R1 = wide_RW.max(1, keepdim=True)
     score_R1 = part.gather(1, target_R1)
-    total_R1 = part.sum(1, keepdim=True) if smoothing else None
+    below_R1 = None
+    if smoothing:
+        wide_RW -= largest_R1  # which changes no softmax
+        below_R1 = part.sum(1, keepdim=True)
     torch.softmax(wide_RW, 1, out=wide_RW)
-    # the largest is at least one of as many parts as there are classes: its logarithm is exact
-    log_sum_R1 = largest_R1 - wide_RW.gather(1, at_R1).log()
-    loss_R1 = log_sum_R1 - score_R1
+    # of the sum of what scores are below the largest: nothing is lost of small losses to it
+    log_sum_R1 = -wide_RW.gather(1, at_R1).log()
+    loss_R1 = (largest_R1 - score_R1) + log_sum_R1
     # small where the model is right: a difference of rounded numbers would be none
     of_target_R1 = torch.expm1(-loss_R1)
-    if total_R1 is not None:
-        even_R1 = log_sum_R1 - total_R1 / classes
+    if below_R1 is not None:
+        even_R1 = log_sum_R1 - below_R1 / classes
         loss_R1 = (1 - smoothing) * loss_R1 + smoothing * even_R1
         part -= smoothing / classes
         of_target_R1 += smoothing - smoothing / classes
@@ -193,7 +199,7 @@ class _Gradients:
     def __init__(self, input_NH: Tensor, layer: _Layer, wanted: Sequence[bool]) -> None:
         self.layer, self.input_NH = layer, input_NH
         self.of_input, self.of_weight, self.of_bias = wanted
-        self.d_input_NH = torch.empty_like(input_NH) if self.of_input else input_NH.new_empty(0)
+        self.d_input_NH = input_NH.new_empty(input_NH.shape if self.of_input else 0)
         self._sums: dict[str, Tensor] = {}
 
     def add(self, rows: slice, d_scores_RW: Tensor, counts_R1: Tensor) -> None:
