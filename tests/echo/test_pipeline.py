@@ -156,7 +156,7 @@ def test_what_is_rewritten_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) 
 def test_torch_s_own_splits_of_large_graphs_are_made_only_if_ours_are_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pipeline, "MOST_FOR_STOCK", 10)
+    monkeypatch.setattr("ecornn.echo.joint.MOST_OPERATIONS", 10)
     model, x = Attention(steps=6), torch.randn(4, 40, 16)
     decision, _ = run(model, x, compiler="inductor")
     assert decision.chosen.plan is not None
@@ -185,7 +185,7 @@ def test_a_graph_that_is_not_understood_is_left_to_torch(monkeypatch: pytest.Mon
     def fails(*_: Any) -> Any:
         raise NotUnderstood("not this one")
 
-    monkeypatch.setattr(pipeline, "read_graph", fails)
+    monkeypatch.setattr("ecornn.echo.joint.read_graph", fails)
     decision, _ = run(nn.Linear(3, 3), torch.randn(2, 3))
     assert decision.fallback == "not this one"
     assert decision.chosen.strategy == "torch's min-cut"

@@ -14,16 +14,15 @@ from typing import Any
 from torch import fx
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
-from ecornn.echo.analysis.cost import CostModel
-from ecornn.echo.analysis.machine import machine_of
-from ecornn.echo.graph import NotUnderstood, read_graph
+from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.joint import Joint, make_joint
 from ecornn.echo.keep_choice import consider_others, kept_first
-from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls, with_modes
+from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, plans_for, rank, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
-from ecornn.echo.plan.prices import Prices, fused, one_by_one, within_a_kernel
+from ecornn.echo.plan.prices import Prices
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
 from ecornn.echo.verify import differences, refusal, writes
 from ecornn.garbage import no_garbage_collected
@@ -35,10 +34,6 @@ STOCK: dict[str, Partitioner] = {
     "keep all": default_partition,
     "torch's min-cut": min_cut_rematerialization_partition,
 }
-#: Operations of a graph beyond which torch's own are not tried, unless all plans of ours are wrong:
-#: its min-cut took 18 s for 13,686, and to keep all 1.8 of 9.6 s for 15,126, which one of our own
-#: plans does as well.
-MOST_FOR_STOCK = 6000
 #: How many of our own plans are rewritten before torch's are taken.
 TRIES = 3
 
@@ -56,29 +51,13 @@ class Request:
     beside_s: float = 0.0
     among_others: bool = False
 
+    @property
+    def fuses(self) -> bool:
+        """What runs is compiled by inductor."""
+        return bool(self.settings.get("compiler") == "inductor")
+
     def weight(self, estimate: Estimate) -> int:
         return estimate.weight(self.calls, among_others=self.among_others)
-
-
-@dataclass(frozen=True)
-class Joint:
-    """A joint graph. `gates`: of its recurrent calls of free choice, the names of those that keep
-    their gates. Beside the first graph: how many do not that do there, or the other way round, and
-    the seconds that this adds."""
-
-    module: fx.GraphModule
-    passes: Passes
-    prices: Prices
-    gates: frozenset[str] = frozenset()
-    again: int = 0
-    kept: int = 0
-    added_s: float = 0.0
-
-    def strategy(self, label: str) -> str:
-        count = self.again or self.kept
-        layers = f"{count} recurrent layer{'s' if count > 1 else ''}"
-        what = "made again" if self.again else "kept"
-        return f"{label}, gates of {layers} {what}" if count else label
 
 
 @dataclass(frozen=True)
@@ -130,7 +109,7 @@ def _decided(
     try:
         calls = recurrent_calls(module)
         gates = kept_first(request.memory, calls)
-        first = _joint(module, forward_outputs, request, calls, gates)
+        first = make_joint(module, forward_outputs, calls, gates, fuses=request.fuses)
         why = refusal(first.module, first.passes)
     except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
         why = _first_line(error)
@@ -143,7 +122,9 @@ def _decided(
     def consider(again: Sequence[RecurrentCall], kept: Sequence[RecurrentCall]) -> bool:
         left = (gates - {call.name for call in again}) | {call.name for call in kept}
         try:
-            joint = _joint(module, forward_outputs, request, calls, left, again, kept)
+            joint = make_joint(
+                module, forward_outputs, calls, left, again, kept, fuses=request.fuses
+            )
         except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
             refused.append((f"{len(again or kept)} recurrent layers", _first_line(error)))
             return False
@@ -161,7 +142,7 @@ def _decided(
     try:
         chosen, modules = _first_that_is_right(request, limits, candidates, refused)
     except NotUnderstood:
-        if not _large(first):
+        if not first.large:
             raise
         of_torch = _stock(inputs, request, refused, first, ("keep all",))
         chosen, modules = _first_that_is_right(request, limits, of_torch, refused)
@@ -176,28 +157,6 @@ def _decided(
     )
 
 
-def _joint(
-    module: fx.GraphModule,
-    forward_outputs: int,
-    request: Request,
-    calls: Sequence[RecurrentCall],
-    gates: frozenset[str],
-    again: Sequence[RecurrentCall] = (),
-    kept: Sequence[RecurrentCall] = (),
-) -> Joint:
-    """A graph without recurrent calls of free choice is taken as it is."""
-    if any(call.free for call in calls):
-        module = with_modes(module, calls, gates)
-    passes = Passes(read_graph(module), forward_outputs)
-    prices = _prices(passes, fuses=request.settings.get("compiler") == "inductor")
-    seconds = sum(call.seconds for call in again) - sum(call.seconds for call in kept)
-    return Joint(module, passes, prices, gates, len(again), len(kept), seconds)
-
-
-def _large(joint: Joint) -> bool:
-    return len(joint.passes.graph.operations) > MOST_FOR_STOCK
-
-
 def _considered(
     inputs: Sequence[Any],
     request: Request,
@@ -208,17 +167,19 @@ def _considered(
     """Ways to split one joint graph, the time of gates that are made again included; and the
     limits: those given, which are of another one, or its own."""
     count = len(joint.passes.graph.operations)
-    candidates = [] if _large(joint) else _stock(inputs, request, refused, joint, tuple(STOCK))
-    if _large(joint):
+    candidates = [] if joint.large else _stock(inputs, request, refused, joint, tuple(STOCK))
+    if joint.large:
         why = f"not tried: it would take long for {count:,} operations"
         refused.append((joint.strategy("torch's min-cut"), why))
     there = {candidate.strategy: candidate.estimate for candidate in candidates}
+    of_torch = [c for c in candidates if c.strategy == joint.strategy("torch's min-cut")]
     before = there["keep all"].peak(request.calls) if "keep all" in there else 0
-    known = limits and Limits(limits.bytes, limits.seconds - joint.added_s)
+    known = limits and limits.moved(-joint.added_s)
     found, own = plans_for(
         *(request.memory, joint.passes, joint.prices, request.calls, before),
         *(request.beside_s, request.among_others),
         limits=known,
+        of_torch=kept_by(of_torch[0]) if of_torch else None,
     )
     for one in found:
         strategy = joint.strategy(one.plan.label)
@@ -226,6 +187,16 @@ def _considered(
             estimate = _with_gates(one.estimate, joint)
             candidates.append(Candidate(strategy, estimate, plan=one.plan, joint=joint))
     return candidates, limits or own
+
+
+def kept_by(candidate: Candidate) -> frozenset[int]:
+    """What a split of torch's hands from one pass to the other."""
+    assert candidate.modules is not None
+    assert candidate.joint is not None
+    passes = candidate.joint.passes
+    backward = program_of(candidate.modules[1], passes)
+    arriving = (step.operation for step in backward.steps[: backward.given])
+    return frozenset(i for i in arriving if i not in passes.backward)
 
 
 def _with_gates(estimate: Estimate, joint: Joint) -> Estimate:
@@ -262,10 +233,10 @@ def _first_that_is_right(
         if candidate.plan is None or candidate.joint is None or tried == TRIES:
             continue
         tried += 1
-        plan, module, passes = candidate.plan, candidate.joint.module, candidate.joint.passes
+        plan, joint, passes = candidate.plan, candidate.joint, candidate.joint.passes
         try:
-            modules = split(duplicate(module), passes, plan.kept, plan.window)
-            wrong = differences(module, passes, modules)
+            modules = split(duplicate(joint.module), passes, plan.kept, plan.window)
+            wrong = differences(joint.as_written.module, passes, modules)
         except (NotUnderstood, AssertionError, RuntimeError) as error:
             wrong = [_first_line(error)]
         if not wrong:
@@ -292,9 +263,13 @@ def _most_kept(request: Request, candidates: list[Candidate], joint: Joint | Non
     """Inductor reorders, so that its true peak is not quite the estimated one. What lies between
     the passes is the same whoever runs them: of one joint graph nobody keeps more than torch
     would."""
-    if request.settings.get("compiler") != "inductor" or request.memory.kind not in ("auto", "min"):
+    if not request.fuses or request.memory.kind not in ("auto", "min"):
         return float("inf")
-    stock = (c.estimate.kept_bytes for c in candidates if c.modules and c.joint is joint)
+    stock = (
+        c.estimate.kept_bytes
+        for c in candidates
+        if c.modules and c.joint and joint and c.joint.gates == joint.gates
+    )
     return min(stock, default=float("inf"))
 
 
@@ -312,17 +287,21 @@ def _stock(
     names: Sequence[str],
 ) -> list[Candidate]:
     found = []
-    module, passes = joint.module, joint.passes
+    written = joint.as_written
     for name in names:
         strategy = joint.strategy(name)
+        # what is called twice is made again by whoever keeps all, not kept
+        whose = written if name == "keep all" else joint
         try:
-            modules = _partitioned(STOCK[name], module, inputs, passes.forward_outputs, request)
+            modules = _partitioned(
+                STOCK[name], whose.module, inputs, whose.passes.forward_outputs, request
+            )
             # torch's min-cut reads a buffer again after the forward pass has written to it (2.13)
-            if wrong := differences(module, passes, modules):
+            if wrong := differences(written.module, whose.passes, modules):
                 refused.append((strategy, f"not the same computation: {wrong[0]}"))
                 continue
-            estimate = _with_gates(_simulated(modules, passes, joint.prices), joint)
-            found.append(Candidate(strategy, estimate, modules, joint=joint))
+            estimate = _with_gates(_simulated(modules, whose.passes, whose.prices), whose)
+            found.append(Candidate(strategy, estimate, modules, joint=whose))
         except (NotUnderstood, AssertionError, RuntimeError) as error:
             refused.append((strategy, _first_line(error)))
     return found
@@ -368,18 +347,6 @@ def _left_to_torch(
 def _simulated(modules: Modules, passes: Passes, prices: Prices) -> Estimate:
     forward, backward = (program_of(module, passes) for module in modules)
     return estimate_of(passes, forward, backward, prices)
-
-
-def _prices(passes: Passes, *, fuses: bool) -> Prices:
-    costs, operations = CostModel.of(passes.graph), passes.graph.operations
-    seconds = tuple(costs.seconds(operation) for operation in operations)
-    if not fuses:
-        return one_by_one(seconds)
-    devices = [operation.work.device for operation in operations if operation.work.device]
-    machine = machine_of(devices[0] if devices else None)
-    within = [machine.launch_s * within_a_kernel(operation) for operation in operations]
-    seconds = tuple(one - launch for one, launch in zip(seconds, within, strict=True))
-    return fused(passes, seconds, machine.bandwidth, machine.compiled_launch_s)
 
 
 def _first_line(error: Exception) -> str:

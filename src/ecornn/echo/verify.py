@@ -48,12 +48,12 @@ def differences(module: fx.GraphModule, passes: Passes, modules: Modules) -> lis
     forward, backward = modules
     table: dict[Any, int] = {}
     once = {op.name for op in passes.graph.operations if op.kind in ("random", "opaque")}
-    joint = _numbers(module, table, once, {})
-    ahead = _numbers(forward, table, once, {})
+    joint = value_numbers(module, table, once, {})
+    ahead = value_numbers(forward, table, once, {})
     outputs, given = passes.forward_outputs, _leaving(forward)
     between = [node for node in given[outputs:] if isinstance(node, fx.Node)]
     _know_other_forms(forward, ahead, table)
-    behind = _numbers(backward, table, once, {node.name: ahead[node] for node in between})
+    behind = value_numbers(backward, table, once, {node.name: ahead[node] for node in between})
     expected, results, gradients = _leaving(module), given[:outputs], _leaving(backward)
     return [
         *_compared("result", expected[:outputs], joint, results, ahead),
@@ -63,9 +63,11 @@ def differences(module: fx.GraphModule, passes: Passes, modules: Modules) -> lis
     ]
 
 
-def _numbers(
+def value_numbers(
     module: fx.GraphModule, table: dict[Any, int], once: set[str], given: dict[str, int]
 ) -> dict[fx.Node, int]:
+    """Nodes of equal numbers have equal values. `table`: numbers that are known, which are added
+    to. `once`: names of nodes that are like no other. `given`: numbers of inputs, by name."""
     found: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -92,7 +94,7 @@ def _know_other_forms(
             trip = form.there_and_back(node.meta["val"])
             given = {placeholder.name: numbers[node] for placeholder in _given(trip)}
             *_, last = (inner for inner in trip.graph.nodes if inner.op != "output")
-            found = _numbers(trip, table, set(), given)
+            found = value_numbers(trip, table, set(), given)
             key = (last.op, last.target, _frozen(last.args, found), _frozen(last.kwargs, found))
             table[key] = numbers[node]
 

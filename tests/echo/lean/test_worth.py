@@ -66,7 +66,8 @@ def test_a_part_may_spend_a_share_of_what_the_whole_step_takes() -> None:
         shares, backend = compiled._regions.shares, compiled._regions._backends["step"]
         assert 0 < shares.parts["step"] < shares.seconds
         assert backend.beside_s == 3 * (shares.seconds - shares.parts["step"]) / 80
-        assert graph.limit_seconds == 0.02 * (graph.step_seconds + backend.beside_s)
+        share = 0.02 * (graph.step_seconds + backend.beside_s)  # keeping all is quickest here
+        assert graph.limit_seconds == pytest.approx(share)
         limits[steps] = graph.limit_seconds
     assert limits[400] > 2 * limits[4]
     torch._dynamo.reset()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecornn.echo import pipeline
 from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
 from ecornn.echo.pipeline import Request, decide
@@ -73,13 +72,13 @@ def test_what_takes_many_reads_is_written_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_planning_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    read = pipeline.read_graph
+    read = read_graph
 
     def watched(module: torch.fx.GraphModule) -> object:
         seen.append(gc.isenabled())
         return read(module)
 
-    monkeypatch.setattr(pipeline, "read_graph", watched)
+    monkeypatch.setattr("ecornn.echo.joint.read_graph", watched)
     joint = joint_of(lambda x, w: (x @ w).sin().sum(), leaf((3, 4)), leaf((4, 5)))
     assert gc.isenabled()
     decide(joint, [], 1, Request())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from ecornn.echo import pipeline
+from ecornn.echo import joint
 from ecornn.echo.analysis.machine import Machine, _from_sheet
 from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
@@ -103,9 +103,9 @@ def test_moving_statistics_is_part_of_the_kernel_that_makes_them() -> None:
     found = {op.target: within_a_kernel(op) for op in passes.graph.operations}
     assert found["aten.copy_.default"]
     assert not found["aten.mm.default"]
-    seconds = dict(zip(kinds, pipeline._prices(passes, fuses=True).seconds, strict=True))
-    alone = dict(zip(kinds, pipeline._prices(passes, fuses=False).seconds, strict=True))
-    launch = pipeline.machine_of(torch.device("cpu")).launch_s
+    seconds = dict(zip(kinds, joint.prices_of(passes, fuses=True).seconds, strict=True))
+    alone = dict(zip(kinds, joint.prices_of(passes, fuses=False).seconds, strict=True))
+    launch = joint.machine_of(torch.device("cpu")).launch_s
     assert seconds["aten.copy_.default"] == pytest.approx(alone["aten.copy_.default"] - launch)
     assert seconds["aten.mm.default"] == alone["aten.mm.default"]
 
@@ -114,9 +114,9 @@ def test_a_kernel_of_generated_code_takes_what_the_host_takes_to_launch_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More than the driver's part of it."""
-    monkeypatch.setattr(pipeline, "machine_of", lambda _: h200())
+    monkeypatch.setattr(joint, "machine_of", lambda _: h200())
     passes = passes_of(lambda x, w: chain(x, w), (16, 16), (16, 16))
-    prices = pipeline._prices(passes, fuses=True)
+    prices = joint.prices_of(passes, fuses=True)
     assert prices.launch == h200().compiled_launch_s > h200().launch_s
     product = next(i for i, op in enumerate(passes.graph.operations) if op.kind == "product")
     one_more = prices.kernel_seconds(0, launches=2) - prices.kernel_seconds(0)

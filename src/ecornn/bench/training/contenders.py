@@ -13,7 +13,8 @@
 - `converted`, `echo converted`: the model, and `echo`, after `ecornn.convert`: its recurrent layers
   and cells are ours; where they are named;
 - `ecornn.profiler`: the memory profiler's own figures, in a benchmark of their own;
-- `…+graph`: the whole step, optimizer included, replayed from a CUDA graph.
+- `…+graph`: the whole step, optimizer included, replayed from a CUDA graph; `torch.compile`'s where
+  it is named.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ CONTENDERS: dict[str, tuple[Contender, ...]] = {
 
 NAMED_ONLY = (
     UNROLLED,
+    replayed(COMPILE),
     *ECHO_WITHIN,
     *(CONVERTED, replayed(CONVERTED)),
     *(ECHO_CONVERTED, replayed(ECHO_CONVERTED)),

@@ -3,20 +3,26 @@ smallest there is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ecornn.echo.options import Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.estimate import Estimate
+from ecornn.echo.plan.groups import Group
 from ecornn.echo.plan.prices import Prices, read_by_heavy
 from ecornn.echo.plan.search import BEST, BEST_FOR_LEAST, Found, Key, Search
 from ecornn.errors import InvalidInput
 from ecornn.sizes import size_text
 
-#: Of the estimated time of a step: what "auto" spends on recomputation at most.
+#: Of the estimated time of a step: what "auto" takes beyond the quickest plan that is known.
 NEARLY_FREE = 0.02
+#: And at most, where it frees so many times as large a share of the memory. The kernels that make a
+#: translator's attention again take an estimated 4 % of its decoder's step for sentences of 50
+#: words, 7 % for 100, and free 69 and 83 % of what torch's min-cut holds; what is freed of
+#: ResNet-50 is six times what it takes at best.
+WELL_SPENT, TIMES_FREED = 0.1, 8
 #: Of that of both passes: what any plan spends at most. Beyond, a smaller batch is the better way.
 AT_MOST = 1.0
 
@@ -32,11 +38,37 @@ LITTLE = 0.03
 
 
 @dataclass(frozen=True)
+class Quickest:
+    """Of plans that are known the quickest: what it adds to a step that keeps all, how long a step
+    takes with it, and the bytes that plans are compared by."""
+
+    seconds_added: float
+    step_seconds: float
+    weight: int
+
+
+@dataclass(frozen=True)
 class Limits:
-    """A budget as numbers: what fits, and what may be spent."""
+    """A budget as numbers: what fits, and what may be spent. `quickest`: where more may be spent
+    well."""
 
     bytes: int | None
     seconds: float
+    quickest: Quickest | None = None
+
+    def allow(self, seconds_added: float, weight: int) -> bool:
+        if seconds_added <= self.seconds or self.quickest is None:
+            return seconds_added <= self.seconds
+        share = (seconds_added - self.quickest.seconds_added) / self.quickest.step_seconds
+        freed = 1 - weight / self.quickest.weight
+        return share <= WELL_SPENT and freed >= TIMES_FREED * share
+
+    def moved(self, seconds: float) -> Limits:
+        """For times that are told beside others."""
+        quickest = self.quickest
+        if quickest is not None:
+            quickest = replace(quickest, seconds_added=quickest.seconds_added + seconds)
+        return Limits(self.bytes, self.seconds + seconds, quickest)
 
 
 NO_LIMITS = Limits(None, float("inf"))
@@ -47,10 +79,12 @@ def limits_of(
     passes: Passes,
     keep_all_peak: int,
     step_seconds: float,
-    beside_s: float = 0.0,
+    quickest: Quickest,
 ) -> Limits:
+    """`step_seconds`: of both passes, when all is kept."""
     if memory.kind == "auto":
-        return Limits(None, NEARLY_FREE * (step_seconds + beside_s))
+        free = quickest.seconds_added + NEARLY_FREE * quickest.step_seconds
+        return Limits(None, free, quickest)
     most = AT_MOST * step_seconds
     if memory.kind == "fraction":
         inputs = _bytes_of_inputs(passes)
@@ -75,48 +109,98 @@ def plans_for(
     beside_s: float = 0.0,
     among_others: bool = False,
     limits: Limits | None = None,
+    of_torch: frozenset[int] | None = None,
 ) -> tuple[list[Found], Limits]:
     """Plans that were estimated, and the limits that were meant. `keep_all_peak`: of torch's
     own way to keep all, if that was tried; ours keeps every result that is read, which is more.
     `beside_s`: seconds that a step takes elsewhere. `among_others`: as in `Estimate.weight`.
-    `limits`: where they are known already, from another graph of the same computation."""
+    `limits`: where they are known already, from another graph of the same computation. `of_torch`:
+    what torch's min-cut keeps, if that was tried."""
     best = BEST_FOR_LEAST if memory.kind == "min" else BEST
-    search = Search(passes, prices, calls, best, among_others)
+    search = Search(passes, prices, calls, best, among_others, of_torch)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
     most = keep_all_peak or search.peak(keep_all)
-    limits = limits or limits_of(memory, passes, most, prices.step_seconds, beside_s)
+    if of_torch is not None:
+        search.look_at("torch's min-cut", of_torch)
+    for one in search.far_from_torch:
+        if memory.kind == "auto" and not search.exhausted:
+            search.nearer(one, _free(search.groups_of_torch(one)))
+    quickest = _quickest(search, beside_s)
+    limits = limits or limits_of(memory, passes, most, prices.step_seconds, quickest)
     in_vain: set[Key] = set()
     # the best few of the families, with as many of their groups as the limits call for
     for one in search.best():
         fits = limits.bytes
         if fits is not None:
-            _boundary(search, one, lambda f: search.peak(f) <= fits)  # noqa: B023
+            _boundary(search, one, partial(_fits, search, fits))
         else:
-            beyond = partial(_takes_more, limits.seconds)
+            beyond = partial(_takes_more, search, limits)
             if beyond(one):
                 _boundary(search, one, beyond)
             elif memory.kind == "auto":
                 without_the_least(search, one)
             else:
                 in_vain |= _least(search, one, beyond)
+    _between(search, limits)
     return [one for key, one in search.found.items() if key not in in_vain], limits
 
 
-def _takes_more(seconds: float, one: Found) -> bool:
-    return one.estimate.seconds_added > seconds
+def _quickest(search: Search, beside_s: float) -> Quickest:
+    found = min(search.found.values(), key=lambda one: one.estimate.seconds_added)
+    added = found.estimate.seconds_added
+    step = search.prices.step_seconds + added + beside_s
+    return Quickest(added, step, search.weight(found))
+
+
+def _takes_more(search: Search, limits: Limits, one: Found) -> bool:
+    return not limits.allow(one.estimate.seconds_added, search.weight(one))
+
+
+def _fits(search: Search, most: int, one: Found) -> bool:
+    return search.peak(one) <= most
+
+
+def _free(groups: Sequence[Group]) -> int:
+    """They come first."""
+    return sum(group.seconds == 0 for group in groups)
+
+
+def _between(search: Search, limits: Limits) -> None:
+    """Look at plans between torch's and ours, near the limits."""
+    fits = limits.bytes
+    beyond: Callable[[Found], bool] = partial(_takes_more, search, limits)
+    if fits is not None:
+        beyond = partial(_fits, search, fits)
+    for one in search.far_from_torch:
+        if beyond(one):
+            groups = search.groups_of_torch(one)
+            low = _free(groups) if fits is None else 0
+            plan = partial(search.nearer, one)
+            _halve(plan, low, len(groups), beyond, lambda: search.exhausted)
 
 
 def _boundary(search: Search, one: Found, beyond: Callable[[Found], bool]) -> None:
     """Look at plans with some of the groups of one, on both sides of where `beyond` begins."""
     groups = search.groups(one)
     low, high = 0, len(groups)
-    free = sum(group.seconds == 0 for group in groups)  # they come first
+    free = _free(groups)
     if 0 < free < high and not search.tired:
         low, high = (low, free) if beyond(search.fewer(one, free)) else (free, high)
-    while high - low > 1 and not search.tired:
+    _halve(partial(search.fewer, one), low, high, beyond, lambda: search.tired)
+
+
+def _halve(
+    plan: Callable[[int], Found],
+    low: int,
+    high: int,
+    beyond: Callable[[Found], bool],
+    tired: Callable[[], bool],
+) -> None:
+    """Look at plans of so many groups, on both sides of where `beyond` begins."""
+    while high - low > 1 and not tired():
         middle = (low + high) // 2
-        if beyond(search.fewer(one, middle)):
+        if beyond(plan(middle)):
             high = middle
         else:
             low = middle
@@ -171,11 +255,12 @@ def rank(
 ) -> tuple[float, ...] | None:
     """Less is better; None: does not serve."""
     peak, added = estimate.peak(calls), estimate.seconds_added
-    if added > limits.seconds:
+    weight = estimate.weight(calls, among_others=among_others)
+    if not limits.allow(added, weight):
         return None
     if limits.bytes is not None:
         return (added, peak) if peak <= limits.bytes else None
-    return (estimate.weight(calls, among_others=among_others), added)
+    return (weight, added)
 
 
 def refuse(memory: Memory, limits: Limits, smallest: int) -> InvalidInput:

@@ -3,7 +3,8 @@
 Where they come from: Echo's bidirectional analysis; the same with its small results kept, so that
 no chain of cheap operators runs back through a recurrent state; the same changed a little where
 its peak is; the same with products run again up to some depth, where that is allowed. Each with
-one copy of what is run again, and with copies for readers that are far apart.
+one copy of what is run again, and with copies for readers that are far apart. Where it is known
+what torch's min-cut keeps, which is made to take little time, also those between it and these.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from ecornn.echo.schedule import FOR_ALL
 
 #: Operations gone through for estimates, at most; each takes about 10 µs on one core.
 MOST_WORK = 150_000
+#: Beside that, for plans between torch's and ours.
+WORK_BETWEEN = 150_000
 #: The same for refining one plan; each takes about 50 µs there.
 REFINING = 10_000
 #: How many plans, of those with the lowest peaks, are looked at more closely; and how many where
@@ -61,8 +64,11 @@ class Search:
     calls: int = 1
     most: int = BEST
     among_others: bool = False  # as in `Estimate.weight`
+    of_torch: frozenset[int] | None = None  # what its min-cut keeps
     found: dict[Key, Found] = field(default_factory=dict)
     _groups: dict[frozenset[int], list[Group]] = field(default_factory=dict)
+    _groups_of_torch: dict[frozenset[int], list[Group]] = field(default_factory=dict)
+    _families_found: list[Found] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._estimates = Estimates(self.passes, self.prices)
@@ -89,6 +95,11 @@ class Search:
         return self._work > MOST_WORK
 
     @property
+    def exhausted(self) -> bool:
+        """Also for plans between torch's and ours."""
+        return self._work > MOST_WORK + WORK_BETWEEN
+
+    @property
     def half_tired(self) -> bool:
         """The rest is for the best of the families."""
         return self._work > MOST_WORK / 2
@@ -112,7 +123,7 @@ class Search:
         for label, kept in self._families(products):
             if self.half_tired:
                 break
-            self.look_at(label, kept)
+            self._families_found.append(self.look_at(label, kept))
         for one in self.best():
             windows = [len(self.passes.backward) // part for part in PARTS]
             windows = [window for window in windows if window > 2]
@@ -168,6 +179,39 @@ class Search:
         label = f"{one.plan.label}, {taken} of {len(groups)} groups"
         return self.look_at(label, kept, one.plan.window)
 
+    @property
+    def far_from_torch(self) -> list[Found]:
+        """Plans that run no product again, each with groups of which torch keeps something."""
+        if self.of_torch is None:
+            return []
+        found = [one for one in self._families_found if not one.runs_products]
+        return [one for one in found if self.groups_of_torch(one)]
+
+    def nearer(self, one: Found, taken: int) -> Found:
+        """A plan with only the most worthwhile of its groups, in place of which torch keeps
+        something: of the others that is kept."""
+        assert self.of_torch is not None
+        groups, of_torch = self.groups_of_torch(one), self.of_torch
+        kept = one.plan.kept | {i for group in groups[taken:] for i in group.operations & of_torch}
+        label = f"{one.plan.label}, {taken} of {len(groups)} groups, else as torch's min-cut"
+        return self.look_at(label, kept, one.plan.window)
+
+    def groups_of_torch(self, one: Found) -> list[Group]:
+        """Of a plan's groups, those in place of which torch keeps something: which free most of it
+        a second first."""
+        assert self.of_torch is not None
+        of_torch = self.of_torch
+        key = one.plan.kept
+        if key not in self._groups_of_torch:
+            freed = {
+                group: self.passes.bytes_of(group.operations & of_torch)
+                for group in self.groups(one)
+            }
+            found = [group for group, count in freed.items() if count]
+            found.sort(key=lambda g: (_seconds_each(g, freed[g]), min(g.operations)))
+            self._groups_of_torch[key] = found
+        return self._groups_of_torch[key]
+
     def groups(self, one: Found) -> list[Group]:
         if one.plan.kept not in self._groups:
             kept = one.plan.kept
@@ -177,6 +221,10 @@ class Search:
                 else groups_of(self.passes, kept, self.prices.seconds)
             )
         return self._groups[one.plan.kept]
+
+
+def _seconds_each(group: Group, freed: int) -> float:
+    return group.seconds / freed
 
 
 def shallow_products(passes: Passes, depth: int) -> frozenset[int]:

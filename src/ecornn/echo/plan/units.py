@@ -76,6 +76,7 @@ def _seconds(
 ) -> float:
     kinds = {passes.graph.operations[i].kind for i in operations}
     heavy = sum(prices.seconds[i] for i in operations if passes.graph.operations[i].kind in HEAVY)
+    heavy += sum(prices.draws.get(i, 0.0) for i in operations)
     if kinds.isdisjoint({"cheap", *HEAVY}):
         return 0.0  # nothing but views
     own = passes.bytes_of(values)

@@ -1,0 +1,94 @@
+"""A joint graph as plans are made for it: read, its double calls merged, and priced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ecornn.echo.analysis.cost import CostModel
+from ecornn.echo.analysis.machine import machine_of
+from ecornn.echo.graph import read_graph
+from ecornn.echo.keep_modes import RecurrentCall, with_modes
+from ecornn.echo.merged import with_single_calls
+from ecornn.echo.passes import Passes
+from ecornn.echo.plan.prices import Prices, draws_of, fused, one_by_one, within_a_kernel
+
+#: Operations of a graph beyond which it is not merged, and torch's own splits are not tried unless
+#: all plans of ours are wrong: its min-cut took 18 s for 13,686, and to keep all 1.8 of 9.6 s for
+#: 15,126, which one of our own plans does as well.
+MOST_OPERATIONS = 6000
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph. `gates`: of its recurrent calls of free choice, the names of those that keep
+    their gates. Beside the first graph: how many do not that do there, or the other way round, and
+    the seconds that this adds. `merged_from`: the same where operators are called twice on the same
+    values, if they were."""
+
+    module: fx.GraphModule
+    passes: Passes
+    prices: Prices
+    gates: frozenset[str] = frozenset()
+    again: int = 0
+    kept: int = 0
+    added_s: float = 0.0
+    merged_from: Joint | None = None
+
+    @property
+    def large(self) -> bool:
+        return len(self.passes.graph.operations) > MOST_OPERATIONS
+
+    @property
+    def as_written(self) -> Joint:
+        return self if self.merged_from is None else self.merged_from
+
+    def strategy(self, label: str) -> str:
+        count = self.again or self.kept
+        layers = f"{count} recurrent layer{'s' if count > 1 else ''}"
+        what = "made again" if self.again else "kept"
+        return f"{label}, gates of {layers} {what}" if count else label
+
+
+def make_joint(
+    module: fx.GraphModule,
+    forward_outputs: int,
+    calls: Sequence[RecurrentCall],
+    gates: frozenset[str],
+    again: Sequence[RecurrentCall] = (),
+    kept: Sequence[RecurrentCall] = (),
+    *,
+    fuses: bool,
+) -> Joint:
+    """A graph without recurrent calls of free choice has the modes that it has."""
+    if any(call.free for call in calls):
+        module = with_modes(module, calls, gates)
+    seconds = sum(call.seconds for call in again) - sum(call.seconds for call in kept)
+
+    def joint(module: fx.GraphModule) -> Joint:
+        passes = Passes(read_graph(module), forward_outputs)
+        prices = prices_of(passes, fuses=fuses)
+        return Joint(module, passes, prices, gates, len(again), len(kept), seconds)
+
+    written = joint(module)
+    if written.large or (merged := with_single_calls(module, written.passes)) is module:
+        return written
+    found = joint(merged)
+    # times are told beside those of the merged graph
+    more = written.prices.step_seconds - found.prices.step_seconds
+    return replace(found, merged_from=replace(written, added_s=seconds + more))
+
+
+def prices_of(passes: Passes, *, fuses: bool) -> Prices:
+    costs, operations = CostModel.of(passes.graph), passes.graph.operations
+    seconds = tuple(costs.seconds(operation) for operation in operations)
+    if not fuses:
+        return one_by_one(seconds)
+    devices = [operation.work.device for operation in operations if operation.work.device]
+    machine = machine_of(devices[0] if devices else None)
+    within = [machine.launch_s * within_a_kernel(operation) for operation in operations]
+    seconds = tuple(one - launch for one, launch in zip(seconds, within, strict=True))
+    draws = draws_of(passes, machine.vector_rate)
+    return fused(passes, seconds, machine.bandwidth, machine.compiled_launch_s, draws)
