@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.support.output_layers import IGNORED, assert_is_exact, drawn, exact
 from tests.support.tolerances import assert_matches, tolerance
 
-from ecornn.errors import InvalidInput
+from ecornn.errors import InvalidInput, NotDifferentiableTwice
 from ecornn.ops import linear_cross_entropy as module
 from ecornn.ops.linear_cross_entropy import (
     OPERATOR,
@@ -171,3 +171,48 @@ def test_rows_at_once(monkeypatch: pytest.MonkeyPatch, rows: int, row_bytes: int
 def test_a_reduction_that_it_has_not() -> None:
     with pytest.raises(InvalidInput, match="reduction"):
         linear_cross_entropy(*drawn(ROWS, CLASSES), reduction="none")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_first_derivatives_that_could_be_differentiated_again(reduction: str) -> None:
+    given = drawn(ROWS, CLASSES)
+    loss = linear_cross_entropy(*given, reduction=reduction)
+    expected = torch.autograd.grad(loss, given.trained, retain_graph=True)
+    found = torch.autograd.grad(loss, given.trained, create_graph=True)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("by", ["input", "weight", "bias"])
+@pytest.mark.parametrize("of", ["input", "weight", "bias"])
+def test_second_derivatives_raise(of: str, by: str) -> None:
+    """Also where a part of them is known, and where only one is asked for."""
+    given = drawn(ROWS, CLASSES)
+    source = getattr(given, by)
+    (first,) = torch.autograd.grad(
+        linear_cross_entropy(*given), getattr(given, of), create_graph=True
+    )
+    for penalty in (first.square().sum(), first.sum() + source.square().sum()):
+        with pytest.raises(NotDifferentiableTwice, match="as it is written, not compiled"):
+            torch.autograd.grad(penalty, source, retain_graph=True)
+        with pytest.raises(NotDifferentiableTwice):
+            penalty.backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("trained", ["input", "weight", "bias"])
+def test_second_derivatives_raise_where_others_are_frozen(trained: str) -> None:
+    given = drawn(ROWS, CLASSES)
+    for name in ("input", "weight", "bias"):
+        getattr(given, name).requires_grad_(name == trained)
+    loss = 3 * linear_cross_entropy(*given)
+    (first,) = torch.autograd.grad(loss, given.trained, create_graph=True)
+    with pytest.raises(NotDifferentiableTwice):
+        torch.autograd.grad((first * given.trained[0]).sum(), given.trained)
+
+
+def test_second_derivatives_raise_of_other_numbers() -> None:
+    given = drawn(ROWS, CLASSES)
+    loss = linear_cross_entropy(*given, dtype=torch.bfloat16)
+    first = torch.autograd.grad(loss, given.trained, create_graph=True)
+    for one, source in zip(first, given.trained, strict=True):
+        with pytest.raises(NotDifferentiableTwice):
+            torch.autograd.grad((one * source).sum(), source, retain_graph=True)

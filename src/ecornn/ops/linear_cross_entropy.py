@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ecornn.errors import InvalidInput
+from ecornn.ops.only_once import only_once
 
 #: Bytes of scores that are there at once, about: large enough for products of full speed, small
 #: beside what a model of so many classes has in weights.
@@ -33,7 +34,13 @@ ROWS_ALIGNED = 128
 #: Rows that begin at multiples of this can be read by whole vectors.
 VECTOR_BYTES = 16
 REDUCTIONS = ("mean", "sum")
+#: Why a second derivative raises, and what has one.
+NOT_TWICE = (
+    "a second derivative of an output layer and its cross entropy that are one operator, which "
+    "makes their gradients along with the loss: take it of the model as it is written, not compiled"
+)
 _ARGUMENTS = 7
+_LAYER = 3
 
 
 class Loss(NamedTuple):
@@ -257,20 +264,24 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Loss) -> None:
-    ctx.save_for_backward(*output[2:])
+    # a compiler does not keep the layer for it: no backward pass that it traces reads it
+    ctx.save_for_backward(*inputs[:_LAYER], *output[2:])
     ctx.dtype = inputs[0].dtype
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, d_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    found: list[Tensor | None] = [None] * _ARGUMENTS
+    layer, gradients = ctx.saved_tensors[:_LAYER], ctx.saved_tensors[_LAYER:]
+    found: list[Tensor | None] = [None] * _LAYER
     if d_loss is not None:
-        for k, gradient in enumerate(ctx.saved_tensors):
+        for k, gradient in enumerate(gradients):
             if ctx.needs_input_grad[k]:
                 # in float32: what arrives may be a scale that 16 bits do not hold
                 found[k] = (gradient.to(d_loss.dtype) * d_loss).to(ctx.dtype)
-    return (*found,)
+    if torch.is_grad_enabled():
+        found[:] = only_once(found, [one for one in layer if one is not None], NOT_TWICE)
+    return (*found, *(None,) * (_ARGUMENTS - _LAYER))
 
 
 _operator.register_autograd(_backward, setup_context=_keep)
