@@ -113,6 +113,24 @@ def test_a_scale_that_16_bits_do_not_hold_arrives() -> None:
         assert_matches(mine / scale, theirs, tolerance(torch.float16, order=1))
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**20, 2.0**23])
+def test_float16_loses_no_more_than_eager_does(scale: float) -> None:
+    """Of scores so far apart that most probabilities are small, and weights so large that the
+    input's gradient is: entries that round to nothing, and those beyond what float16 holds."""
+    given = drawn(ROWS, 500, torch.float16).map(lambda one: one * 4 if one.dim() > 1 else one)
+    assert given.bias is not None
+    scores = F.linear(*given[:3]).flatten(0, 1).float()  # as under autocast
+    loss = F.cross_entropy(scores, given.target.flatten())
+    eager = torch.autograd.grad(loss * scale, given.trained)
+    found = torch.autograd.grad(linear_cross_entropy(*given) * scale, given.trained)
+    numbers = torch.finfo(torch.float16)
+    for mine, theirs, exactly in zip(found, eager, exact(given)[1:], strict=True):
+        is_there = scale * exactly.abs() >= numbers.tiny * numbers.eps
+        assert (is_there & (mine == 0)).sum() <= (is_there & (theirs == 0)).sum()
+        assert (mine.isfinite() | (theirs.abs() > 0.99 * numbers.max)).all()
+        assert mine.isfinite().all() or not theirs.isfinite().all()
+
+
 def test_a_model_that_is_sure_still_has_a_gradient_in_16_bits() -> None:
     """Of a probability near one, what is missing to one is what counts."""
     given = drawn((64,), 2, torch.bfloat16, biased=False)
@@ -138,7 +156,7 @@ def test_autocast_does_not_reach_inside() -> None:
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_opcheck(label_smoothing: float, dtype: torch.dtype) -> None:
     x, weight, bias, target = drawn((ROWS_ALIGNED + 3,), CLASSES, dtype)
     for given, wanted in (

@@ -33,6 +33,10 @@ CHUNK_BYTES = 128 * 2**20
 ROWS_ALIGNED = 128
 #: Rows that begin at multiples of this can be read by whole vectors.
 VECTOR_BYTES = 16
+#: By what gradients of scores are multiplied before they are rounded: float16 has no numbers below
+#: 2**-24, and a scale of the loss that is there for its sake arrives too late. Gradients of scores
+#: are 1 at most, and float16 ends just short of 2**16.
+FACTORS = {torch.float16: 2.0**15}
 REDUCTIONS = ("mean", "sum")
 #: Why a second derivative raises, and what has one.
 NOT_TWICE = (
@@ -44,8 +48,9 @@ _LAYER = 3
 
 
 class Loss(NamedTuple):
-    """Sums over the rows that count. Gradients are those of `loss`; empty if not asked for. Those
-    of weights are not rounded: of 16 bits they might not hold a sum over all rows."""
+    """Sums over the rows that count. Gradients are those of `loss`, times the factor of the scores'
+    dtype; empty if not asked for. Those of weights are not rounded: of 16 bits they might not hold
+    a sum over all rows."""
 
     loss: Tensor
     rows: Tensor
@@ -88,6 +93,11 @@ def linear_cross_entropy(
 
 def sums_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def input_gradient_in(dtype: torch.dtype) -> torch.dtype:
+    """float16 might not hold it times the factor."""
+    return sums_in(dtype) if dtype in FACTORS else dtype
 
 
 def rows_at_once(rows: int, row_bytes: int) -> int:
@@ -196,6 +206,8 @@ def _make(
         part -= smoothing / classes
         of_target_R1 += smoothing - smoothing / classes
     part.scatter_(1, target_R1, of_target_R1)
+    if scores_RW.dtype in FACTORS:
+        wide_RW *= FACTORS[scores_RW.dtype]
     if scores_RW is not wide_RW:
         scores_RW.copy_(wide_RW)
     gradients.add(rows, scores_RW, counts_R1)
@@ -206,30 +218,36 @@ class _Gradients:
     def __init__(self, input_NH: Tensor, layer: _Layer, wanted: Sequence[bool]) -> None:
         self.layer, self.input_NH = layer, input_NH
         self.of_input, self.of_weight, self.of_bias = wanted
-        self.d_input_NH = input_NH.new_empty(input_NH.shape if self.of_input else 0)
+        of_input = input_NH.shape if self.of_input else 0
+        self.d_input_NH = input_NH.new_empty(of_input, dtype=input_gradient_in(input_NH.dtype))
         self._sums: dict[str, Tensor] = {}
 
     def add(self, rows: slice, d_scores_RW: Tensor, counts_R1: Tensor) -> None:
         if self.of_input:
-            d_input_RH = torch.mm(d_scores_RW, self.layer.weight_WH, out=self.d_input_NH[rows])
+            d_input_RH = self.d_input_NH[rows]
+            if d_input_RH.dtype == d_scores_RW.dtype:
+                torch.mm(d_scores_RW, self.layer.weight_WH, out=d_input_RH)
+            else:
+                d_input_RH.copy_(self._product(d_scores_RW, self.layer.weight_WH))
             d_input_RH.masked_fill_(~counts_R1, 0)
         if self.of_weight:  # rows that do not count have zeros as input
-            self._product("weight", d_scores_RW, self.input_NH[rows].where(counts_R1, 0))
+            self._add_up("weight", d_scores_RW, self.input_NH[rows].where(counts_R1, 0))
         if self.of_bias:
-            self._product("bias", d_scores_RW, counts_R1.to(d_scores_RW.dtype))
+            self._add_up("bias", d_scores_RW, counts_R1.to(d_scores_RW.dtype))
 
-    def _product(self, name: str, d_scores_RW: Tensor, columns: Tensor) -> None:
-        found, across_WR = self._sums.get(name), d_scores_RW.t()
-        if columns.dtype != self.layer.sums and not columns.is_cuda:
-            across_WR, columns = across_WR.to(self.layer.sums), columns.to(self.layer.sums)
-        if columns.dtype == self.layer.sums:
-            self._sums[name] = (
-                across_WR @ columns if found is None else found.addmm_(across_WR, columns)
-            )
-        elif found is None:
-            self._sums[name] = torch.mm(across_WR, columns, out_dtype=self.layer.sums)
-        else:
-            torch.addmm(found, across_WR, columns, out_dtype=self.layer.sums, out=found)
+    def _add_up(self, name: str, d_scores_RW: Tensor, columns: Tensor) -> None:
+        self._sums[name] = self._product(d_scores_RW.t(), columns, self._sums.get(name))
+
+    def _product(self, left: Tensor, right: Tensor, before: Tensor | None = None) -> Tensor:
+        """In the numbers that sums are in, added to what was there before."""
+        sums = self.layer.sums
+        if left.dtype != sums and not left.is_cuda:
+            left, right = left.to(sums), right.to(sums)
+        if left.dtype == sums:
+            return left @ right if before is None else before.addmm_(left, right)
+        if before is None:
+            return torch.mm(left, right, out_dtype=sums)
+        return torch.addmm(before, left, right, out_dtype=sums, out=before)
 
     def with_loss(self, loss: Tensor, rows: Tensor) -> Loss:
         classes = self.layer.classes
@@ -257,7 +275,9 @@ def _(
     return Loss(
         loss,
         rows,
-        input_NH.new_empty(input_NH.shape if of_input else 0),
+        input_NH.new_empty(
+            input_NH.shape if of_input else 0, dtype=input_gradient_in(input_NH.dtype)
+        ),
         loss.new_empty(weight_VH.shape if of_weight else 0),
         loss.new_empty(weight_VH.shape[:1] if of_bias else 0),
     )
@@ -275,6 +295,8 @@ def _backward(ctx: Any, d_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, 
     layer, gradients = ctx.saved_tensors[:_LAYER], ctx.saved_tensors[_LAYER:]
     found: list[Tensor | None] = [None] * _LAYER
     if d_loss is not None:
+        if ctx.dtype in FACTORS:
+            d_loss = d_loss / FACTORS[ctx.dtype]
         for k, gradient in enumerate(gradients):
             if ctx.needs_input_grad[k]:
                 # in float32: what arrives may be a scale that 16 bits do not hold
