@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.support.tolerances import assert_matches, tolerance
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ecornn
@@ -250,6 +251,28 @@ def test_scores_that_are_hardly_more_than_what_it_takes_are_left(
     run = ecornn.compile(Model(flat), codegen="inductor")
     run(*drawn()).backward()
     assert SAID not in str(run.explain())
+
+
+@pytest.mark.parametrize(
+    ("classes", "are_many"), [(20_001, False), (65_001, False), (70_001, True)]
+)
+def test_how_many_scores_are_many_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, classes: int, are_many: bool
+) -> None:
+    """Those of a chunk, of three chunks and of four; filled up weights count as well."""
+    monkeypatch.setattr(output_losses, "DEVICES", ("cuda",))
+    monkeypatch.setattr(output_losses, "FEWEST_BYTES", 64 * 2**20)
+    monkeypatch.setattr(output_losses, "LEAST_GAIN", 2)
+    graph = torch.fx.Graph()
+    hidden, weight, target = map(graph.placeholder, ("hidden", "weight", "target"))
+    layer = graph.call_function(F.linear, (hidden, weight))
+    loss = graph.call_function(F.cross_entropy, (layer, target))
+    sizes = (1536, 256), (classes, 256), (1536,), (1536, classes), ()
+    with FakeTensorMode():
+        for node, size in zip(graph.nodes, sizes, strict=True):
+            node.meta["example_value"] = torch.empty(size, device="cuda", requires_grad=True)
+    output = output_losses.Output(loss, layer, (), target, {})
+    assert output_losses._is_large(output) == are_many
 
 
 def test_scores_on_other_devices_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
