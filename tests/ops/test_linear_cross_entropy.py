@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.output_layers import IGNORED, assert_is_exact, drawn, exact
+from tests.support.output_layers import (
+    IGNORED,
+    SCALES,
+    assert_is_exact,
+    assert_loses_no_more_than_eager,
+    drawn,
+    exact,
+)
 from tests.support.tolerances import assert_matches, tolerance
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ecornn.bench.training.memory import allocated_peak, storage_bytes
 from ecornn.errors import InvalidInput, NotDifferentiableTwice
 from ecornn.ops import linear_cross_entropy as module
 from ecornn.ops.linear_cross_entropy import (
@@ -113,22 +125,9 @@ def test_a_scale_that_16_bits_do_not_hold_arrives() -> None:
         assert_matches(mine / scale, theirs, tolerance(torch.float16, order=1))
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**20, 2.0**23])
+@pytest.mark.parametrize("scale", SCALES)
 def test_float16_loses_no_more_than_eager_does(scale: float) -> None:
-    """Of scores so far apart that most probabilities are small, and weights so large that the
-    input's gradient is: entries that round to nothing, and those beyond what float16 holds."""
-    given = drawn(ROWS, 500, torch.float16).map(lambda one: one * 4 if one.dim() > 1 else one)
-    assert given.bias is not None
-    scores = F.linear(*given[:3]).flatten(0, 1).float()  # as under autocast
-    loss = F.cross_entropy(scores, given.target.flatten())
-    eager = torch.autograd.grad(loss * scale, given.trained)
-    found = torch.autograd.grad(linear_cross_entropy(*given) * scale, given.trained)
-    numbers = torch.finfo(torch.float16)
-    for mine, theirs, exactly in zip(found, eager, exact(given)[1:], strict=True):
-        is_there = scale * exactly.abs() >= numbers.tiny * numbers.eps
-        assert (is_there & (mine == 0)).sum() <= (is_there & (theirs == 0)).sum()
-        assert (mine.isfinite() | (theirs.abs() > 0.99 * numbers.max)).all()
-        assert mine.isfinite().all() or not theirs.isfinite().all()
+    assert_loses_no_more_than_eager(drawn(ROWS, 500, torch.float16), scale)
 
 
 def test_a_model_that_is_sure_still_has_a_gradient_in_16_bits() -> None:
@@ -166,15 +165,83 @@ def test_opcheck(label_smoothing: float, dtype: torch.dtype) -> None:
         torch.library.opcheck(OPERATOR, (*given, target, IGNORED, label_smoothing, wanted))
 
 
-def test_scratch_is_what_it_takes() -> None:
-    """Scores at once, of 16 bits also in float32; nothing is filled up on a CPU."""
-    x, weight, _, target = drawn((5 * ROWS_ALIGNED,), CLASSES)
-    assert rows_at_once(len(x), row_bytes_of(CLASSES, x.dtype)) == ROWS_ALIGNED
-    scratch = ROWS_ALIGNED * CLASSES * 4
-    assert scratch_of(len(x), weight, x.dtype) == scratch
-    given = (x, weight, None, target, IGNORED, 0.0, [True] * 3)
+@pytest.fixture(params=[0, 3], ids=["whole rows", "filled up"])
+def more(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes by which rows are filled up, as on CUDA."""
+    monkeypatch.setattr(module, "filled_up", lambda *_: request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.usefixtures("more")
+def test_rows_that_are_filled_up(dtype: torch.dtype, label_smoothing: float) -> None:
+    for biased in (True, False):
+        given = drawn(ROWS, CLASSES, dtype, biased=biased)
+        assert_is_exact(given, label_smoothing=label_smoothing)
+
+
+@pytest.mark.usefixtures("more")
+def test_a_class_that_there_is_not() -> None:
+    given = drawn(ROWS, CLASSES)
+    given.target[0, 0] = CLASSES
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(*given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("more")
+def test_scratch_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    rows, classes, width = 9 * ROWS_ALIGNED, 2001, 256
+    row_bytes = row_bytes_of(classes, dtype)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS_ALIGNED * row_bytes)
+    assert rows_at_once(rows, row_bytes) == 3 * ROWS_ALIGNED
+    x, weight, bias, target = drawn((rows,), classes, dtype, width=width)
+    given = (x, weight, bias, target, IGNORED, 0.1, [True] * 3)
+    kept: list[torch.Tensor] = []
+    most = allocated_peak(lambda: kept.extend(OPERATOR(*given)))
+    scratch = scratch_of(rows, weight, dtype)
+    assert most == pytest.approx(storage_bytes(kept) + scratch, rel=0.02)
     assert scratch_bytes(OPERATOR, given) == scratch
-    assert scratch_of(len(x), weight, torch.bfloat16) == ROWS_ALIGNED * CLASSES * 6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float32, 1408 * (20_004 + 256) * 4 + 20_004 * 256 * 4),
+        (torch.bfloat16, 1024 * 20_008 * 6 + 20_008 * 256 * 2),
+        (torch.float16, 1024 * 20_008 * 6 + 20_008 * 256 * 2),
+    ],
+)
+def test_scratch_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, expected: int
+) -> None:
+    """Without numbers: rows of scores that are filled up, of 16 bits in float32 as well, and the
+    weights; float32's products read rows of the input beside them."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 128 * 2**20)
+    with FakeTensorMode():
+        weight = torch.empty(20_001, 256, dtype=dtype, device="cuda")
+    assert scratch_of(4096, weight, dtype) == expected
+
+
+@pytest.mark.usefixtures("more")
+def test_nothing_is_written_to_scattered_places_of_a_part_of_rows() -> None:
+    """On CUDA, deterministic algorithms make a copy of what is not contiguous for that."""
+
+    class Scattered(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.scatter_.src:
+                assert args[0].is_contiguous()
+                self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    given = drawn((ROWS_ALIGNED,), CLASSES)
+    with Scattered() as scattered, torch.no_grad():
+        module._operator._init_fn(*given, IGNORED, 0.1, [True] * 3)
+    assert scattered.count == 1
 
 
 @pytest.mark.parametrize(("rows", "row_bytes"), [(1, 1), (5600, 133_112), (10**6, 4), (3, 10**9)])

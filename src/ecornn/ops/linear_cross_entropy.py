@@ -119,12 +119,23 @@ def filled_up(classes: int, dtype: torch.dtype, device: torch.device) -> int:
 
 def scratch_of(rows: int, weight_VH: Tensor, dtype: torch.dtype) -> int:
     """Bytes that the operator takes beside its results, of scores of `dtype`."""
-    classes, width = weight_VH.shape
-    row_bytes = row_bytes_of(classes, dtype)
-    taken = min(rows, rows_at_once(rows, row_bytes)) * row_bytes
-    if more := filled_up(classes, dtype, weight_VH.device):
-        taken += (classes + more) * width * dtype.itemsize
+    (classes, width), device = weight_VH.shape, weight_VH.device
+    filled = classes + filled_up(classes, dtype, device)
+    at_once = min(rows, rows_at_once(rows, row_bytes_of(classes, dtype)))
+    # products read some rows of the input as well; those of 16 bits as they are do so when scores
+    # in float32 are gone
+    mixed = dtype != sums_in(dtype) and _has_mixed_products(device)
+    taken = at_once * row_bytes_of(filled if mixed else filled + width, dtype)
+    if filled > classes:
+        taken += filled * width * dtype.itemsize
+    if input_gradient_in(dtype) != dtype and not mixed:
+        taken += filled * width * sums_in(dtype).itemsize
     return taken
+
+
+def _has_mixed_products(device: torch.device) -> bool:
+    """Of 16-bit numbers, in float32."""
+    return device.type == "cuda"
 
 
 @torch.library.custom_op(
@@ -187,13 +198,13 @@ def _make(
     wide_RW = scores_RW.to(layer.sums)  # the same if they are
     counts_R1 = counts_N[rows].unsqueeze(1)
     target_R1 = target_N[rows].unsqueeze(1).where(counts_R1, 0)
-    part, classes, smoothing = wide_RW[:, : layer.classes], layer.classes, layer.smoothing
+    classes, smoothing = layer.classes, layer.smoothing
     largest_R1, at_R1 = wide_RW.max(1, keepdim=True)
-    score_R1 = part.gather(1, target_R1)
+    score_R1 = wide_RW[:, :classes].gather(1, target_R1)  # raises where there is no such class
     below_R1 = None
     if smoothing:
         wide_RW -= largest_R1  # which changes no softmax
-        below_R1 = part.sum(1, keepdim=True)
+        below_R1 = wide_RW[:, :classes].sum(1, keepdim=True)
     torch.softmax(wide_RW, 1, out=wide_RW)
     # of the sum of what scores are below the largest: nothing is lost of small losses to it
     log_sum_R1 = -wide_RW.gather(1, at_R1).log()
@@ -203,13 +214,15 @@ def _make(
     if below_R1 is not None:
         even_R1 = log_sum_R1 - below_R1 / classes
         loss_R1 = (1 - smoothing) * loss_R1 + smoothing * even_R1
-        part -= smoothing / classes
+        wide_RW[:, :classes].sub_(smoothing / classes)
         of_target_R1 += smoothing - smoothing / classes
-    part.scatter_(1, target_R1, of_target_R1)
+    # into all of a row: of a part CUDA makes a copy, where algorithms have to be deterministic
+    wide_RW.scatter_(1, target_R1, of_target_R1)
     if scores_RW.dtype in FACTORS:
         wide_RW *= FACTORS[scores_RW.dtype]
     if scores_RW is not wide_RW:
         scores_RW.copy_(wide_RW)
+    del wide_RW  # products need some memory as well
     gradients.add(rows, scores_RW, counts_R1)
     return loss_R1.where(counts_R1, 0).sum()
 
@@ -241,7 +254,7 @@ class _Gradients:
     def _product(self, left: Tensor, right: Tensor, before: Tensor | None = None) -> Tensor:
         """In the numbers that sums are in, added to what was there before."""
         sums = self.layer.sums
-        if left.dtype != sums and not left.is_cuda:
+        if left.dtype != sums and not _has_mixed_products(left.device):
             left, right = left.to(sums), right.to(sums)
         if left.dtype == sums:
             return left @ right if before is None else before.addmm_(left, right)
