@@ -28,7 +28,7 @@ class NoBackend(EcornnError, RuntimeError):
 
 
 class NotDifferentiableTwice(EcornnError, RuntimeError):
-    """A second derivative was asked of a call whose random draws cannot be repeated."""
+    """A second derivative was asked of what has none: the message says what has."""
 
 
 class KernelGaveUp(EcornnError, RuntimeError):

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from tests.support.tolerances import assert_matches, tolerance
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ecornn
 from ecornn.echo import output_losses
 from ecornn.echo.backend import EchoBackend
 from ecornn.echo.options import Options
+from ecornn.errors import NotDifferentiableTwice
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -250,6 +253,28 @@ def test_scores_that_are_hardly_more_than_what_it_takes_are_left(
     assert SAID not in str(run.explain())
 
 
+@pytest.mark.parametrize(
+    ("classes", "are_many"), [(20_001, False), (65_001, False), (70_001, True)]
+)
+def test_how_many_scores_are_many_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, classes: int, are_many: bool
+) -> None:
+    """Those of a chunk, of three chunks and of four; filled up weights count as well."""
+    monkeypatch.setattr(output_losses, "DEVICES", ("cuda",))
+    monkeypatch.setattr(output_losses, "FEWEST_BYTES", 64 * 2**20)
+    monkeypatch.setattr(output_losses, "LEAST_GAIN", 2)
+    graph = torch.fx.Graph()
+    hidden, weight, target = map(graph.placeholder, ("hidden", "weight", "target"))
+    layer = graph.call_function(F.linear, (hidden, weight))
+    loss = graph.call_function(F.cross_entropy, (layer, target))
+    sizes = (1536, 256), (classes, 256), (1536,), (1536, classes), ()
+    with FakeTensorMode():
+        for node, size in zip(graph.nodes, sizes, strict=True):
+            node.meta["example_value"] = torch.empty(size, device="cuda", requires_grad=True)
+    output = output_losses.Output(loss, layer, (), target, {})
+    assert output_losses._is_large(output) == are_many
+
+
 def test_scores_on_other_devices_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_losses, "DEVICES", ("cuda",))
     run = ecornn.compile(Model(flat), codegen="inductor")
@@ -362,3 +387,95 @@ def test_its_scratch_is_foretold() -> None:
     assert predicted is not None
     scores = 4 * rows * classes  # all of them fit into a chunk here
     assert scores < predicted < 1.2 * scores
+
+
+def as_a_view(scores: Tensor, target: Tensor) -> Tensor:
+    return flat(scores, target).view(1)
+
+
+@pytest.mark.parametrize("loss", [flat, scaled_afterwards, as_a_view])
+def test_second_derivatives_raise(loss: Callable[..., Tensor]) -> None:
+    """By whatever they are taken, also where a part of them is known; first ones are as before."""
+    model, (x, target) = Model(loss), drawn()
+    x.requires_grad_()
+    run = ecornn.compile(model, codegen="inductor")
+    sources = [x, *model.parameters()]
+    expected = torch.autograd.grad(run(x, target), sources, retain_graph=True)
+    first = torch.autograd.grad(run(x, target), sources, create_graph=True)
+    assert SAID in str(run.explain())
+    assert all(map(torch.equal, first, expected))
+    for one in first:
+        for source in sources:
+            penalty = one.square().sum() + source.square().sum()
+            with pytest.raises(NotDifferentiableTwice, match="as it is written, not compiled"):
+                torch.autograd.grad(penalty, source, retain_graph=True)
+        with pytest.raises(NotDifferentiableTwice):
+            one.sum().backward(retain_graph=True)
+
+
+class Alone(nn.Module):
+    """Nothing that has a gradient of its own need be kept for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return flat(self.output(x), target)
+
+
+def test_second_derivatives_raise_of_a_layer_alone() -> None:
+    model, given = Alone(), drawn()
+    run = ecornn.compile(model, codegen="inductor")
+    weight = model.output.weight
+    (first,) = torch.autograd.grad(run(*given), weight, create_graph=True)
+    assert SAID in str(run.explain())
+    with pytest.raises(NotDifferentiableTwice):
+        torch.autograd.grad((first * weight).sum(), weight)
+    (first,) = torch.autograd.grad(run(*given), weight, create_graph=True)
+    with pytest.raises(NotDifferentiableTwice):
+        (weight.sum() + first.sum()).backward()
+
+
+def test_second_derivatives_of_what_is_beside_the_loss() -> None:
+    class Beside(Model):
+        def forward(self, x_BTH: Tensor, target_BT: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x_BTH, target_BT), x_BTH.view(-1)
+
+    class Cube(torch.autograd.Function):
+        """Written in Python, as torch's function for compiled code is."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, d_y: Any) -> Any:
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * d_y
+
+    run = ecornn.compile(Beside(flat), codegen="inductor")
+    (start, target) = drawn()
+    start.requires_grad_()
+    beside = run(Cube.apply(start), target)[1]
+    assert SAID in str(run.explain())
+    (first,) = torch.autograd.grad(beside.sum(), start, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), start)
+    torch.testing.assert_close(second, 6 * start.detach())
+
+
+def test_inputs_are_not_held_for_second_derivatives() -> None:
+    run = ecornn.compile(Alone(), codegen="inductor")
+    start, target = drawn()
+    start.requires_grad_()
+
+    def called() -> tuple[Tensor, StorageWeakRef]:
+        x = start * 1
+        return run(x, target), StorageWeakRef(x.untyped_storage())
+
+    loss, of_input = called()
+    assert SAID in str(run.explain())
+    assert of_input.expired()
+    loss.backward()
+    assert start.grad is not None

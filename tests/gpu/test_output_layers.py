@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support.output_layers import assert_is_exact, drawn
+from tests.support.output_layers import (
+    SCALES,
+    assert_is_exact,
+    assert_loses_no_more_than_eager,
+    drawn,
+)
 
 from ecornn.bench.calls import capture
 from ecornn.ops import linear_cross_entropy as module
@@ -41,7 +46,13 @@ def test_loss_and_gradients(
     assert_is_exact(given, label_smoothing=label_smoothing)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", SCALES)
+def test_float16_loses_no_more_than_eager_does(scale: float) -> None:
+    given = drawn(ROWS, 1001, torch.float16, device="cuda")
+    assert_loses_no_more_than_eager(given, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [20_000, 20_001])
 def test_its_scratch_is_what_it_says(dtype: torch.dtype, classes: int) -> None:
     given = drawn((4096,), classes, dtype, width=256, device="cuda")

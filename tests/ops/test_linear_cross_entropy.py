@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.output_layers import IGNORED, assert_is_exact, drawn, exact
+from tests.support.output_layers import (
+    IGNORED,
+    SCALES,
+    assert_is_exact,
+    assert_loses_no_more_than_eager,
+    drawn,
+    exact,
+)
 from tests.support.tolerances import assert_matches, tolerance
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ecornn.errors import InvalidInput
+from ecornn.bench.training.memory import allocated_peak, storage_bytes
+from ecornn.errors import InvalidInput, NotDifferentiableTwice
 from ecornn.ops import linear_cross_entropy as module
 from ecornn.ops.linear_cross_entropy import (
     OPERATOR,
@@ -113,6 +125,11 @@ def test_a_scale_that_16_bits_do_not_hold_arrives() -> None:
         assert_matches(mine / scale, theirs, tolerance(torch.float16, order=1))
 
 
+@pytest.mark.parametrize("scale", SCALES)
+def test_float16_loses_no_more_than_eager_does(scale: float) -> None:
+    assert_loses_no_more_than_eager(drawn(ROWS, 500, torch.float16), scale)
+
+
 def test_a_model_that_is_sure_still_has_a_gradient_in_16_bits() -> None:
     """Of a probability near one, what is missing to one is what counts."""
     given = drawn((64,), 2, torch.bfloat16, biased=False)
@@ -138,7 +155,7 @@ def test_autocast_does_not_reach_inside() -> None:
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_opcheck(label_smoothing: float, dtype: torch.dtype) -> None:
     x, weight, bias, target = drawn((ROWS_ALIGNED + 3,), CLASSES, dtype)
     for given, wanted in (
@@ -148,15 +165,83 @@ def test_opcheck(label_smoothing: float, dtype: torch.dtype) -> None:
         torch.library.opcheck(OPERATOR, (*given, target, IGNORED, label_smoothing, wanted))
 
 
-def test_scratch_is_what_it_takes() -> None:
-    """Scores at once, of 16 bits also in float32; nothing is filled up on a CPU."""
-    x, weight, _, target = drawn((5 * ROWS_ALIGNED,), CLASSES)
-    assert rows_at_once(len(x), row_bytes_of(CLASSES, x.dtype)) == ROWS_ALIGNED
-    scratch = ROWS_ALIGNED * CLASSES * 4
-    assert scratch_of(len(x), weight, x.dtype) == scratch
-    given = (x, weight, None, target, IGNORED, 0.0, [True] * 3)
+@pytest.fixture(params=[0, 3], ids=["whole rows", "filled up"])
+def more(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes by which rows are filled up, as on CUDA."""
+    monkeypatch.setattr(module, "filled_up", lambda *_: request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.usefixtures("more")
+def test_rows_that_are_filled_up(dtype: torch.dtype, label_smoothing: float) -> None:
+    for biased in (True, False):
+        given = drawn(ROWS, CLASSES, dtype, biased=biased)
+        assert_is_exact(given, label_smoothing=label_smoothing)
+
+
+@pytest.mark.usefixtures("more")
+def test_a_class_that_there_is_not() -> None:
+    given = drawn(ROWS, CLASSES)
+    given.target[0, 0] = CLASSES
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(*given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("more")
+def test_scratch_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    rows, classes, width = 9 * ROWS_ALIGNED, 2001, 256
+    row_bytes = row_bytes_of(classes, dtype)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS_ALIGNED * row_bytes)
+    assert rows_at_once(rows, row_bytes) == 3 * ROWS_ALIGNED
+    x, weight, bias, target = drawn((rows,), classes, dtype, width=width)
+    given = (x, weight, bias, target, IGNORED, 0.1, [True] * 3)
+    kept: list[torch.Tensor] = []
+    most = allocated_peak(lambda: kept.extend(OPERATOR(*given)))
+    scratch = scratch_of(rows, weight, dtype)
+    assert most == pytest.approx(storage_bytes(kept) + scratch, rel=0.02)
     assert scratch_bytes(OPERATOR, given) == scratch
-    assert scratch_of(len(x), weight, torch.bfloat16) == ROWS_ALIGNED * CLASSES * 6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float32, 1408 * (20_004 + 256) * 4 + 20_004 * 256 * 4),
+        (torch.bfloat16, 1024 * 20_008 * 6 + 20_008 * 256 * 2),
+        (torch.float16, 1024 * 20_008 * 6 + 20_008 * 256 * 2),
+    ],
+)
+def test_scratch_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, expected: int
+) -> None:
+    """Without numbers: rows of scores that are filled up, of 16 bits in float32 as well, and the
+    weights; float32's products read rows of the input beside them."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 128 * 2**20)
+    with FakeTensorMode():
+        weight = torch.empty(20_001, 256, dtype=dtype, device="cuda")
+    assert scratch_of(4096, weight, dtype) == expected
+
+
+@pytest.mark.usefixtures("more")
+def test_nothing_is_written_to_scattered_places_of_a_part_of_rows() -> None:
+    """On CUDA, deterministic algorithms make a copy of what is not contiguous for that."""
+
+    class Scattered(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.scatter_.src:
+                assert args[0].is_contiguous()
+                self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    given = drawn((ROWS_ALIGNED,), CLASSES)
+    with Scattered() as scattered, torch.no_grad():
+        module._operator._init_fn(*given, IGNORED, 0.1, [True] * 3)
+    assert scattered.count == 1
 
 
 @pytest.mark.parametrize(("rows", "row_bytes"), [(1, 1), (5600, 133_112), (10**6, 4), (3, 10**9)])
@@ -171,3 +256,48 @@ def test_rows_at_once(monkeypatch: pytest.MonkeyPatch, rows: int, row_bytes: int
 def test_a_reduction_that_it_has_not() -> None:
     with pytest.raises(InvalidInput, match="reduction"):
         linear_cross_entropy(*drawn(ROWS, CLASSES), reduction="none")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_first_derivatives_that_could_be_differentiated_again(reduction: str) -> None:
+    given = drawn(ROWS, CLASSES)
+    loss = linear_cross_entropy(*given, reduction=reduction)
+    expected = torch.autograd.grad(loss, given.trained, retain_graph=True)
+    found = torch.autograd.grad(loss, given.trained, create_graph=True)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("by", ["input", "weight", "bias"])
+@pytest.mark.parametrize("of", ["input", "weight", "bias"])
+def test_second_derivatives_raise(of: str, by: str) -> None:
+    """Also where a part of them is known, and where only one is asked for."""
+    given = drawn(ROWS, CLASSES)
+    source = getattr(given, by)
+    (first,) = torch.autograd.grad(
+        linear_cross_entropy(*given), getattr(given, of), create_graph=True
+    )
+    for penalty in (first.square().sum(), first.sum() + source.square().sum()):
+        with pytest.raises(NotDifferentiableTwice, match="as it is written, not compiled"):
+            torch.autograd.grad(penalty, source, retain_graph=True)
+        with pytest.raises(NotDifferentiableTwice):
+            penalty.backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("trained", ["input", "weight", "bias"])
+def test_second_derivatives_raise_where_others_are_frozen(trained: str) -> None:
+    given = drawn(ROWS, CLASSES)
+    for name in ("input", "weight", "bias"):
+        getattr(given, name).requires_grad_(name == trained)
+    loss = 3 * linear_cross_entropy(*given)
+    (first,) = torch.autograd.grad(loss, given.trained, create_graph=True)
+    with pytest.raises(NotDifferentiableTwice):
+        torch.autograd.grad((first * given.trained[0]).sum(), given.trained)
+
+
+def test_second_derivatives_raise_of_other_numbers() -> None:
+    given = drawn(ROWS, CLASSES)
+    loss = linear_cross_entropy(*given, dtype=torch.bfloat16)
+    first = torch.autograd.grad(loss, given.trained, create_graph=True)
+    for one, source in zip(first, given.trained, strict=True):
+        with pytest.raises(NotDifferentiableTwice):
+            torch.autograd.grad((one * source).sum(), source, retain_graph=True)

@@ -13,6 +13,8 @@ from torch import Tensor
 from ecornn.ops.linear_cross_entropy import linear_cross_entropy
 
 IGNORED = -100
+#: Of the loss: none, the one that torch's GradScaler begins with, and larger ones.
+SCALES = (1.0, 2.0**16, 2.0**20, 2.0**23)
 
 
 class Given(NamedTuple):
@@ -66,3 +68,21 @@ def assert_is_exact(given: Given, **options: Any) -> None:
     found = (loss, *torch.autograd.grad(loss, given.trained))
     for mine, theirs in zip(found, exact(given, **options), strict=True):
         assert_matches(mine, theirs, tolerance(given.input.dtype, order=1))
+
+
+def assert_loses_no_more_than_eager(given: Given, scale: float) -> None:
+    """Of float16: entries that round to nothing, and those beyond what it holds. Scores are so far
+    apart that most probabilities are small, and weights so large that the input's gradient is."""
+    given = given.map(lambda one: one * 4 if one.dim() > 1 else one)
+    scores = F.linear(*given[:3]).flatten(0, -2).float()  # as under autocast
+    loss = F.cross_entropy(scores, given.target.flatten())
+    eager = torch.autograd.grad(loss * scale, given.trained)
+    found = torch.autograd.grad(linear_cross_entropy(*given) * scale, given.trained)
+    numbers, lost, lost_by_eager = torch.finfo(torch.float16), 0, 0
+    for mine, theirs, exactly in zip(found, eager, exact(given)[1:], strict=True):
+        is_there = scale * exactly.abs() >= numbers.tiny * numbers.eps
+        lost += int((is_there & (mine == 0)).sum())
+        lost_by_eager += int((is_there & (theirs == 0)).sum())
+        assert (mine.isfinite() | (theirs.abs() > 0.99 * numbers.max)).all()
+        assert mine.isfinite().all() or not theirs.isfinite().all()
+    assert lost <= lost_by_eager

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ecornn._version import __version__
 from ecornn.echo.calls_noted import CommonInputs
 from ecornn.echo.cells import without_fused_cells
+from ecornn.echo.differentiated_once import differentiated_once
 from ecornn.echo.frozen import unless_thawed
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.kept_forms import check_device, in_other_forms
@@ -34,6 +35,7 @@ from ecornn.echo.single_sums import without_single_sums
 from ecornn.echo.vectors import without_vector_products
 from ecornn.echo.weight_products import views_of
 from ecornn.echo.weight_sums import WeightSums, why_not
+from ecornn.ops.linear_cross_entropy import NOT_TWICE
 
 
 class FellBack(UserWarning):
@@ -91,6 +93,8 @@ class EchoBackend:
         except BaseException:
             self.report.forget(told)  # it will never run; torch may try another one
             raise
+        if told.output_losses:
+            compiled = differentiated_once(compiled, NOT_TWICE)
         if self.recorded is not None and recorded.key:
             # of those that are compiled anew the latest alone runs
             self.recorded[:] = [one for one in self.recorded if one.key != recorded.key]

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ecornn.errors import InvalidInput
+from ecornn.ops.only_once import only_once
 
 #: Bytes of scores that are there at once, about: large enough for products of full speed, small
 #: beside what a model of so many classes has in weights.
@@ -32,13 +33,24 @@ CHUNK_BYTES = 128 * 2**20
 ROWS_ALIGNED = 128
 #: Rows that begin at multiples of this can be read by whole vectors.
 VECTOR_BYTES = 16
+#: By what gradients of scores are multiplied before they are rounded: float16 has no numbers below
+#: 2**-24, and a scale of the loss that is there for its sake arrives too late. Gradients of scores
+#: are 1 at most, and float16 ends just short of 2**16.
+FACTORS = {torch.float16: 2.0**15}
 REDUCTIONS = ("mean", "sum")
+#: Why a second derivative raises, and what has one.
+NOT_TWICE = (
+    "a second derivative of an output layer and its cross entropy that are one operator, which "
+    "makes their gradients along with the loss: take it of the model as it is written, not compiled"
+)
 _ARGUMENTS = 7
+_LAYER = 3
 
 
 class Loss(NamedTuple):
-    """Sums over the rows that count. Gradients are those of `loss`; empty if not asked for. Those
-    of weights are not rounded: of 16 bits they might not hold a sum over all rows."""
+    """Sums over the rows that count. Gradients are those of `loss`, times the factor of the scores'
+    dtype; empty if not asked for. Those of weights are not rounded: of 16 bits they might not hold
+    a sum over all rows."""
 
     loss: Tensor
     rows: Tensor
@@ -83,6 +95,11 @@ def sums_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def input_gradient_in(dtype: torch.dtype) -> torch.dtype:
+    """float16 might not hold it times the factor."""
+    return sums_in(dtype) if dtype in FACTORS else dtype
+
+
 def rows_at_once(rows: int, row_bytes: int) -> int:
     """In equal shares, but for what completes tiles."""
     chunks = -(-rows * row_bytes // CHUNK_BYTES)
@@ -102,12 +119,23 @@ def filled_up(classes: int, dtype: torch.dtype, device: torch.device) -> int:
 
 def scratch_of(rows: int, weight_VH: Tensor, dtype: torch.dtype) -> int:
     """Bytes that the operator takes beside its results, of scores of `dtype`."""
-    classes, width = weight_VH.shape
-    row_bytes = row_bytes_of(classes, dtype)
-    taken = min(rows, rows_at_once(rows, row_bytes)) * row_bytes
-    if more := filled_up(classes, dtype, weight_VH.device):
-        taken += (classes + more) * width * dtype.itemsize
+    (classes, width), device = weight_VH.shape, weight_VH.device
+    filled = classes + filled_up(classes, dtype, device)
+    at_once = min(rows, rows_at_once(rows, row_bytes_of(classes, dtype)))
+    # products read some rows of the input as well; those of 16 bits as they are do so when scores
+    # in float32 are gone
+    mixed = dtype != sums_in(dtype) and _has_mixed_products(device)
+    taken = at_once * row_bytes_of(filled if mixed else filled + width, dtype)
+    if filled > classes:
+        taken += filled * width * dtype.itemsize
+    if input_gradient_in(dtype) != dtype and not mixed:
+        taken += filled * width * sums_in(dtype).itemsize
     return taken
+
+
+def _has_mixed_products(device: torch.device) -> bool:
+    """Of 16-bit numbers, in float32."""
+    return device.type == "cuda"
 
 
 @torch.library.custom_op(
@@ -170,13 +198,13 @@ def _make(
     wide_RW = scores_RW.to(layer.sums)  # the same if they are
     counts_R1 = counts_N[rows].unsqueeze(1)
     target_R1 = target_N[rows].unsqueeze(1).where(counts_R1, 0)
-    part, classes, smoothing = wide_RW[:, : layer.classes], layer.classes, layer.smoothing
+    classes, smoothing = layer.classes, layer.smoothing
     largest_R1, at_R1 = wide_RW.max(1, keepdim=True)
-    score_R1 = part.gather(1, target_R1)
+    score_R1 = wide_RW[:, :classes].gather(1, target_R1)  # raises where there is no such class
     below_R1 = None
     if smoothing:
         wide_RW -= largest_R1  # which changes no softmax
-        below_R1 = part.sum(1, keepdim=True)
+        below_R1 = wide_RW[:, :classes].sum(1, keepdim=True)
     torch.softmax(wide_RW, 1, out=wide_RW)
     # of the sum of what scores are below the largest: nothing is lost of small losses to it
     log_sum_R1 = -wide_RW.gather(1, at_R1).log()
@@ -186,11 +214,15 @@ def _make(
     if below_R1 is not None:
         even_R1 = log_sum_R1 - below_R1 / classes
         loss_R1 = (1 - smoothing) * loss_R1 + smoothing * even_R1
-        part -= smoothing / classes
+        wide_RW[:, :classes].sub_(smoothing / classes)
         of_target_R1 += smoothing - smoothing / classes
-    part.scatter_(1, target_R1, of_target_R1)
+    # into all of a row: of a part CUDA makes a copy, where algorithms have to be deterministic
+    wide_RW.scatter_(1, target_R1, of_target_R1)
+    if scores_RW.dtype in FACTORS:
+        wide_RW *= FACTORS[scores_RW.dtype]
     if scores_RW is not wide_RW:
         scores_RW.copy_(wide_RW)
+    del wide_RW  # products need some memory as well
     gradients.add(rows, scores_RW, counts_R1)
     return loss_R1.where(counts_R1, 0).sum()
 
@@ -199,30 +231,36 @@ class _Gradients:
     def __init__(self, input_NH: Tensor, layer: _Layer, wanted: Sequence[bool]) -> None:
         self.layer, self.input_NH = layer, input_NH
         self.of_input, self.of_weight, self.of_bias = wanted
-        self.d_input_NH = input_NH.new_empty(input_NH.shape if self.of_input else 0)
+        of_input = input_NH.shape if self.of_input else 0
+        self.d_input_NH = input_NH.new_empty(of_input, dtype=input_gradient_in(input_NH.dtype))
         self._sums: dict[str, Tensor] = {}
 
     def add(self, rows: slice, d_scores_RW: Tensor, counts_R1: Tensor) -> None:
         if self.of_input:
-            d_input_RH = torch.mm(d_scores_RW, self.layer.weight_WH, out=self.d_input_NH[rows])
+            d_input_RH = self.d_input_NH[rows]
+            if d_input_RH.dtype == d_scores_RW.dtype:
+                torch.mm(d_scores_RW, self.layer.weight_WH, out=d_input_RH)
+            else:
+                d_input_RH.copy_(self._product(d_scores_RW, self.layer.weight_WH))
             d_input_RH.masked_fill_(~counts_R1, 0)
         if self.of_weight:  # rows that do not count have zeros as input
-            self._product("weight", d_scores_RW, self.input_NH[rows].where(counts_R1, 0))
+            self._add_up("weight", d_scores_RW, self.input_NH[rows].where(counts_R1, 0))
         if self.of_bias:
-            self._product("bias", d_scores_RW, counts_R1.to(d_scores_RW.dtype))
+            self._add_up("bias", d_scores_RW, counts_R1.to(d_scores_RW.dtype))
 
-    def _product(self, name: str, d_scores_RW: Tensor, columns: Tensor) -> None:
-        found, across_WR = self._sums.get(name), d_scores_RW.t()
-        if columns.dtype != self.layer.sums and not columns.is_cuda:
-            across_WR, columns = across_WR.to(self.layer.sums), columns.to(self.layer.sums)
-        if columns.dtype == self.layer.sums:
-            self._sums[name] = (
-                across_WR @ columns if found is None else found.addmm_(across_WR, columns)
-            )
-        elif found is None:
-            self._sums[name] = torch.mm(across_WR, columns, out_dtype=self.layer.sums)
-        else:
-            torch.addmm(found, across_WR, columns, out_dtype=self.layer.sums, out=found)
+    def _add_up(self, name: str, d_scores_RW: Tensor, columns: Tensor) -> None:
+        self._sums[name] = self._product(d_scores_RW.t(), columns, self._sums.get(name))
+
+    def _product(self, left: Tensor, right: Tensor, before: Tensor | None = None) -> Tensor:
+        """In the numbers that sums are in, added to what was there before."""
+        sums = self.layer.sums
+        if left.dtype != sums and not _has_mixed_products(left.device):
+            left, right = left.to(sums), right.to(sums)
+        if left.dtype == sums:
+            return left @ right if before is None else before.addmm_(left, right)
+        if before is None:
+            return torch.mm(left, right, out_dtype=sums)
+        return torch.addmm(before, left, right, out_dtype=sums, out=before)
 
     def with_loss(self, loss: Tensor, rows: Tensor) -> Loss:
         classes = self.layer.classes
@@ -250,27 +288,35 @@ def _(
     return Loss(
         loss,
         rows,
-        input_NH.new_empty(input_NH.shape if of_input else 0),
+        input_NH.new_empty(
+            input_NH.shape if of_input else 0, dtype=input_gradient_in(input_NH.dtype)
+        ),
         loss.new_empty(weight_VH.shape if of_weight else 0),
         loss.new_empty(weight_VH.shape[:1] if of_bias else 0),
     )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Loss) -> None:
-    ctx.save_for_backward(*output[2:])
+    # a compiler does not keep the layer for it: no backward pass that it traces reads it
+    ctx.save_for_backward(*inputs[:_LAYER], *output[2:])
     ctx.dtype = inputs[0].dtype
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, d_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    found: list[Tensor | None] = [None] * _ARGUMENTS
+    layer, gradients = ctx.saved_tensors[:_LAYER], ctx.saved_tensors[_LAYER:]
+    found: list[Tensor | None] = [None] * _LAYER
     if d_loss is not None:
-        for k, gradient in enumerate(ctx.saved_tensors):
+        if ctx.dtype in FACTORS:
+            d_loss = d_loss / FACTORS[ctx.dtype]
+        for k, gradient in enumerate(gradients):
             if ctx.needs_input_grad[k]:
                 # in float32: what arrives may be a scale that 16 bits do not hold
                 found[k] = (gradient.to(d_loss.dtype) * d_loss).to(ctx.dtype)
-    return (*found,)
+    if torch.is_grad_enabled():
+        found[:] = only_once(found, [one for one in layer if one is not None], NOT_TWICE)
+    return (*found, *(None,) * (_ARGUMENTS - _LAYER))
 
 
 _operator.register_autograd(_backward, setup_context=_keep)
