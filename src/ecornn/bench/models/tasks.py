@@ -36,6 +36,9 @@ class Task:
     what it makes: cuDNN's loss is not made for texts and sounds of no length.
 
     `compared_in`: the numbers that gradients are compared in, where that is not float32.
+    `strict`: all that it calls has deterministic kernels, so that torch can be told to raise where
+    something has none. Told to warn, it leaves memory-efficient attention as it is, whose gradients
+    then differ from run to run.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Task:
     looped: tuple[str, ...] = ()
     untraced: tuple[str, ...] = ()
     compared_in: torch.dtype = torch.float32
+    strict: bool = False
 
     def size(self, name: str, length: int | None = None) -> Any:
         """The size of that name, with another length of sequences where one is given."""
@@ -128,6 +132,7 @@ DECODER_ONLY = Task(
     optimizer="adam",
     autocast=True,
     blocks=("blocks.*",),
+    strict=True,
 )
 ENCODER_DECODER = Task(
     "transformer",
