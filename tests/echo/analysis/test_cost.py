@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_export_joint_simple
 
@@ -15,6 +16,7 @@ from ecornn.echo.analysis.cost import CostModel
 from ecornn.echo.analysis.machine import REACHED, Machine, _from_attributes, _from_sheet, machine_of
 from ecornn.echo.graph import Graph, Operation, read_graph
 from ecornn.echo.work import Work
+from support.joints import joint_of, leaf
 
 
 def graph_of(function: Callable[..., Any], *inputs: Tensor) -> Graph:
@@ -54,6 +56,26 @@ def test_the_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
     computing = Work(None, 300, 100, 8000, torch.float32)
     assert machine.seconds(computing, product=True) == 8.0 / REACHED + 0.5
     assert machine.seconds(computing, product=False) == 800.0 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "slow"), [(16, 1, False), (3, 1, True), (16, 16, True)]
+)
+def test_convolutions_of_few_channels_have_no_tensor_cores(
+    channels: int, groups: int, slow: bool
+) -> None:
+    machine = Machine("toy", 1e30, {torch.float32: 1000.0}, 10.0, 0.0, 0.0, "made up")
+
+    def convolved(x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(x, weight, groups=groups)
+
+    shapes = (1, channels, 8, 8), (16, channels // groups, 3, 3)
+    graph = read_graph(joint_of(convolved, *map(leaf, shapes)))
+    found = [op.work for op in graph.operations if op.kind == "product"]
+    assert len(found) == 2  # that of its gradients too
+    for work in found:
+        rate = 10.0 if slow else 1000.0
+        assert machine.seconds(work, product=True) == work.flops / (rate * REACHED)
 
 
 def test_tf32_counts_only_where_it_is_allowed() -> None:

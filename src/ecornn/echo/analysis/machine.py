@@ -15,6 +15,13 @@ from ecornn.echo.work import Work
 REACHED = 0.5
 
 
+#: Channels of a group that tensor cores take at once. By the same profile a convolution of three,
+#: the first of ResNet-50, takes 0.77 ms for 30 GFLOP.
+CHANNELS = 8
+#: By the name of the packet: which argument has the weights.
+_WEIGHTS = {"convolution": 1, "convolution_backward": 2}
+
+
 @dataclass(frozen=True)
 class Machine:
     """Rates a second. `rates` are of products, by dtype; `vector_rate` is of all else.
@@ -36,9 +43,19 @@ class Machine:
             rate = self.rates.get(work.dtype, rate)
             if work.dtype is torch.float32 and self.tf32_rate and _in_tf32():
                 rate = self.tf32_rate
+            if _has_odd_channels(work):
+                rate = self.vector_rate
             rate *= REACHED
         moved = (work.read_bytes + work.written_bytes) / self.bandwidth
         return max(moved, work.flops / rate) + self.launch_s
+
+
+def _has_odd_channels(work: Work) -> bool:
+    packet = getattr(work.call and work.call.target, "overloadpacket", None)
+    place = _WEIGHTS.get(getattr(packet, "__name__", ""))
+    if work.call is None or place is None:
+        return False
+    return bool(work.call.args[place].shape[1] % CHANNELS)
 
 
 def _in_tf32() -> bool:
