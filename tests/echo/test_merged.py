@@ -23,6 +23,7 @@ from ecornn.echo.options import read_memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.pipeline import Request, decide
 from ecornn.echo.plan.estimate import Estimates, Plan
+from ecornn.echo.rewrite import program_of
 from support.joints import joint_of, leaf
 
 
@@ -71,6 +72,61 @@ def test_a_result_that_is_made_again_is_one() -> None:
 def test_a_graph_that_calls_nothing_twice_is_left_as_it_is() -> None:
     joint = joint_of(lambda x, w: F.relu(x @ w), leaf((4, 8)), leaf((8, 8)))
     assert merged(joint) is joint
+
+
+def test_what_the_forward_pass_makes_twice_stays_two_if_it_is_large() -> None:
+    """Merged, it would be there from the first time to the second, whatever the plan."""
+
+    def twice(x: Tensor) -> Tensor:
+        spread = [(x.unsqueeze(0) * x.unsqueeze(1)).tanh() for _ in range(2)]
+        return spread[0].amax() + spread[1].sum() + x.exp().amax() + x.exp().sum()
+
+    joint = joint_of(twice, leaf((16,)))
+    assert calls(joint)["aten.exp.default"] == 2
+    found = calls(merged(joint))
+    assert found["aten.exp.default"] == 1
+    assert found["aten.tanh.default"] == 2
+    assert found["aten.unsqueeze.default"] < calls(joint)["aten.unsqueeze.default"]
+    forward = [node for node in merged(joint).graph.nodes if str(node.target) == "aten.mul.Tensor"]
+    assert sum(node.meta["val"].shape == (16, 16) for node in forward) >= 2
+
+
+def by_hand(make: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> fx.GraphModule:
+    """A joint graph of x · x, and on the way back what is made of x and what arrives."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    x, arriving = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
+    y = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
+    graph.output(([y], [make(graph, x, arriving)]))
+    for node in (x, arriving):
+        node.meta["val"] = mode.from_tensor(torch.ones(3))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_memory_that_is_made_empty_or_written_to_stays_two() -> None:
+    aten = torch.ops.aten
+
+    def two_of(make: Any, graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        return [graph.call_function(make, (x,)) for _ in range(2)]
+
+    def times(graph: fx.Graph, arriving: fx.Node, two: list[fx.Node]) -> fx.Node:
+        both = graph.call_function(aten.add.Tensor, tuple(two))
+        return graph.call_function(aten.mul.Tensor, (arriving, both))
+
+    def empty(graph: fx.Graph, x: fx.Node, arriving: fx.Node) -> fx.Node:
+        return times(graph, arriving, two_of(aten.empty_like.default, graph, x))
+
+    def written(graph: fx.Graph, x: fx.Node, arriving: fx.Node) -> fx.Node:
+        two = two_of(aten.zeros_like.default, graph, x)
+        kept = [graph.call_function(aten.copy_.default, (zeros, x)) for zeros in two]
+        return times(graph, arriving, kept)
+
+    def read(graph: fx.Graph, x: fx.Node, arriving: fx.Node) -> fx.Node:
+        return times(graph, arriving, two_of(aten.zeros_like.default, graph, x))
+
+    for make in (empty, written):
+        module = by_hand(make)
+        assert merged(module) is module
+    assert calls(merged(by_hand(read)))["aten.zeros_like.default"] == 1
 
 
 def test_products_stay_where_somebody_runs_them_again() -> None:
@@ -140,18 +196,52 @@ def test_torch_s_min_cut_is_one_of_ours_then(memory: str) -> None:
     assert joint.merged_from is not None
     estimate = decision.candidate("torch's min-cut").estimate
     assert decision.chosen.estimate.peak() <= estimate.peak()
+    whole = decision.candidate("keep all")  # of the graph as it was written, told beside the other
+    assert whole.joint is joint.merged_from
+    assert whole.modules is not None
+    programs = [program_of(module, joint.merged_from.passes) for module in whole.modules]
+    seconds = sum(map(joint.merged_from.prices.of, programs))
+    assert whole.estimate.seconds_added + joint.prices.step_seconds == pytest.approx(seconds)
+    apart = [c for c in decision.candidates if c.strategy.endswith("equal calls apart")]
+    assert bool(apart) == (memory != "auto")
     kept = pipeline.kept_by(decision.candidate("torch's min-cut"))
     assert Estimates(joint.passes, joint.prices).of(Plan("", kept)) == estimate
 
 
-@pytest.mark.parametrize("codegen", ["inductor", "eager"])
-def test_gradients_of_a_model_whose_graph_is_merged(codegen: str) -> None:
+def test_gradients_of_a_model_whose_graph_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def watched(module: fx.GraphModule, passes: Passes) -> fx.GraphModule:
+        found.append(with_single_calls(module, passes) is not module)
+        return with_single_calls(module, passes)
+
+    monkeypatch.setattr("ecornn.echo.joint.with_single_calls", watched)
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()]
     model = nn.Sequential(*layers, nn.Linear(16, 16), nn.LayerNorm(16)).double()
     x = torch.randn(8, 16, dtype=torch.float64)
     expected = torch.autograd.grad(model(x).exp().sum(), list(model.parameters()))
-    run = ecornn.compile(model, codegen=codegen)
-    found = torch.autograd.grad(run(x).exp().sum(), list(model.parameters()))
-    torch.testing.assert_close(found, expected)
+    run = ecornn.compile(model, codegen="inductor")
+    gradients = torch.autograd.grad(run(x).exp().sum(), list(model.parameters()))
+    assert found == [True]
+    torch.testing.assert_close(gradients, expected)
     torch._dynamo.reset()
+
+
+def test_operators_that_run_one_by_one_are_planned_as_they_are_written() -> None:
+    joint = joint_of(made_again(lambda x: torch.tanh(x).exp()), leaf((4, 8)))
+    inputs = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    for compiler, is_merged in (({}, False), ({"compiler": "inductor"}, True)):
+        decision = decide(joint, inputs, 1, Request(settings=dict(compiler)))
+        planned = [c.joint for c in decision.candidates if c.joint is not None]
+        assert any(one.merged_from is not None for one in planned) == is_merged
+
+
+def test_a_checkpoint_in_the_model_is_still_seen() -> None:
+    """Its calls may be equal to others that are not its own."""
+    joint = joint_of(made_again(lambda x: torch.tanh(x).exp()), leaf((4, 8)))
+    inputs = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    *_, last = (node for node in joint.graph.nodes if "tanh" in str(node.target))
+    last.meta["recompute"] = "PREFER_RECOMPUTE"
+    decision = decide(joint, inputs, 1, Request(settings={"compiler": "inductor"}))
+    assert "torch.utils.checkpoint" in (decision.fallback or "")

@@ -185,7 +185,7 @@ def kind_of_call(target: Any, *, makes_memory: bool) -> str:
     return "cheap" if makes_memory else "view"
 
 
-def _writes_to(node: fx.Node) -> list[fx.Node]:
+def writes_to(node: fx.Node) -> list[fx.Node]:
     """Arguments that an operator changes in place."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
@@ -234,7 +234,7 @@ class _Recorder(fx.Interpreter):
         kind = "number" if number else _kind(n, makes_memory=not holds <= before)
         if n.name in self._mutated:
             self._written |= holds
-        for changed in _writes_to(n):
+        for changed in writes_to(n):
             self._written |= set(self._operations[self._place[changed]].holds)
         self._place[n] = len(self._operations)
         several = isinstance(result, tuple | list)

@@ -26,7 +26,7 @@ class Joint:
     """A joint graph. `gates`: of its recurrent calls of free choice, the names of those that keep
     their gates. Beside the first graph: how many do not that do there, or the other way round, and
     the seconds that this adds. `merged_from`: the same where operators are called twice on the same
-    values, if they were."""
+    values, if they were; then `apart` is said of it."""
 
     module: fx.GraphModule
     passes: Passes
@@ -36,6 +36,7 @@ class Joint:
     kept: int = 0
     added_s: float = 0.0
     merged_from: Joint | None = None
+    apart: bool = False
 
     @property
     def large(self) -> bool:
@@ -49,6 +50,7 @@ class Joint:
         count = self.again or self.kept
         layers = f"{count} recurrent layer{'s' if count > 1 else ''}"
         what = "made again" if self.again else "kept"
+        label = f"{label}, equal calls apart" if self.apart else label
         return f"{label}, gates of {layers} {what}" if count else label
 
 
@@ -73,12 +75,15 @@ def make_joint(
         return Joint(module, passes, prices, gates, len(again), len(kept), seconds)
 
     written = joint(module)
-    if written.large or (merged := with_single_calls(module, written.passes)) is module:
+    # one by one, operators take as long whichever pass runs them
+    if not fuses or written.large:
+        return written
+    if (merged := with_single_calls(module, written.passes)) is module:
         return written
     found = joint(merged)
     # times are told beside those of the merged graph
     more = written.prices.step_seconds - found.prices.step_seconds
-    return replace(found, merged_from=replace(written, added_s=seconds + more))
+    return replace(found, merged_from=replace(written, added_s=seconds + more, apart=True))
 
 
 def prices_of(passes: Passes, *, fuses: bool) -> Prices:

@@ -20,7 +20,7 @@ from ecornn.echo.keep_choice import consider_others, kept_first
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, plans_for, rank, refuse
+from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, OfTorch, plans_for, rank, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
@@ -110,7 +110,7 @@ def _decided(
         calls = recurrent_calls(module)
         gates = kept_first(request.memory, calls)
         first = make_joint(module, forward_outputs, calls, gates, fuses=request.fuses)
-        why = refusal(first.module, first.passes)
+        why = refusal(first.as_written.module, first.as_written.passes)
     except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
         why = _first_line(error)
     if why is not None:
@@ -171,22 +171,52 @@ def _considered(
     if joint.large:
         why = f"not tried: it would take long for {count:,} operations"
         refused.append((joint.strategy("torch's min-cut"), why))
-    there = {candidate.strategy: candidate.estimate for candidate in candidates}
-    of_torch = [c for c in candidates if c.strategy == joint.strategy("torch's min-cut")]
-    before = there["keep all"].peak(request.calls) if "keep all" in there else 0
-    known = limits and limits.moved(-joint.added_s)
+    there = {candidate.strategy: candidate for candidate in candidates}
+    of_torch, keep_all = (
+        there.get(joint.strategy(name)) for name in ("torch's min-cut", "keep all")
+    )
+    plans = partial(
+        _plans,
+        request,
+        before=0 if keep_all is None else keep_all.estimate.peak(request.calls),
+    )
+    found, own = plans(joint, limits, of_torch=of_torch)
+    if joint.merged_from is not None and request.memory.kind != "auto":
+        # where memory is what is asked for, some graphs have smaller plans as they were written
+        more, _ = plans(joint.merged_from, limits or own)
+        found += more
+    candidates += [one for one in found if one.strategy not in there]
+    return candidates, limits or own
+
+
+def _plans(
+    request: Request,
+    joint: Joint,
+    limits: Limits | None,
+    *,
+    before: int,
+    of_torch: Candidate | None = None,
+) -> tuple[list[Candidate], Limits]:
+    """Our own, and the limits: those given, or the graph's own. `before`: the peak of torch's way
+    to keep all, `of_torch`: its min-cut, if they are there."""
     found, own = plans_for(
         *(request.memory, joint.passes, joint.prices, request.calls, before),
         *(request.beside_s, request.among_others),
-        limits=known,
-        of_torch=kept_by(of_torch[0]) if of_torch else None,
+        limits=limits and limits.moved(-joint.added_s),
+        of_torch=None
+        if of_torch is None
+        else OfTorch(kept_by(of_torch), _without_gates(of_torch.estimate, joint)),
     )
-    for one in found:
-        strategy = joint.strategy(one.plan.label)
-        if strategy not in there:
-            estimate = _with_gates(one.estimate, joint)
-            candidates.append(Candidate(strategy, estimate, plan=one.plan, joint=joint))
-    return candidates, limits or own
+    plans = [
+        Candidate(
+            joint.strategy(one.plan.label),
+            _with_gates(one.estimate, joint),
+            plan=one.plan,
+            joint=joint,
+        )
+        for one in found
+    ]
+    return plans, own
 
 
 def kept_by(candidate: Candidate) -> frozenset[int]:
@@ -197,6 +227,10 @@ def kept_by(candidate: Candidate) -> frozenset[int]:
     backward = program_of(candidate.modules[1], passes)
     arriving = (step.operation for step in backward.steps[: backward.given])
     return frozenset(i for i in arriving if i not in passes.backward)
+
+
+def _without_gates(estimate: Estimate, joint: Joint) -> Estimate:
+    return replace(estimate, seconds_added=estimate.seconds_added - joint.added_s)
 
 
 def _with_gates(estimate: Estimate, joint: Joint) -> Estimate:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ecornn.echo.graph import Graph, Operation, read_graph
+from ecornn.echo.joint import prices_of
 from ecornn.echo.options import read_memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.pipeline import Decision, Request, decide, kept_by
@@ -35,6 +36,7 @@ def stack(x: Tensor, *weights: Tensor) -> Tensor:
     return x
 
 
+BETWEEN = "else as torch's min-cut"
 SHAPES = (512, 64), *((64, 64),) * 6
 
 
@@ -75,6 +77,7 @@ def test_auto_takes_little_more_than_the_quickest_plan() -> None:
     chosen = decision.chosen.estimate
     assert decision.limits.allow(chosen.seconds_added, chosen.peak())
     assert chosen.peak() <= torchs.peak()
+    assert any(BETWEEN in c.strategy for c in decision.candidates)
 
 
 def test_plans_between_torch_s_and_ours() -> None:
@@ -109,6 +112,7 @@ def test_a_budget_is_met_by_the_quickest_of_them_too() -> None:
         fitting = [c.estimate for c in decision.candidates if c.estimate.peak() <= limit]
         assert decision.chosen.estimate.seconds_added == min(e.seconds_added for e in fitting)
         added.append(decision.chosen.estimate.seconds_added)
+        assert any(BETWEEN in c.strategy for c in decision.candidates)
     assert added == sorted(added)
 
 
@@ -159,6 +163,7 @@ def test_a_mask_that_is_drawn_again_is_worth_less() -> None:
         assert group.seconds == seconds
 
 
-def test_a_graph_s_draws_are_found() -> None:
+def test_compiled_graphs_have_a_price_for_their_draws() -> None:
+    assert prices_of(drawn(1), fuses=True).draws.keys() == {3}
     passes = Passes(read_graph(joint_of(lambda x: F.dropout(x, 0.5), leaf((4, 8)))), 1)
-    assert draws_of(passes, 1.0) == {}  # torch's own dropout is a kernel, and not run again
+    assert not prices_of(passes, fuses=True).draws  # torch's own is a kernel, and not run again

@@ -38,6 +38,15 @@ LITTLE = 0.03
 
 
 @dataclass(frozen=True)
+class OfTorch:
+    """torch's min-cut: what it keeps, and what is estimated for it as it is: it may merge more than
+    a plan of ours that keeps the same."""
+
+    kept: frozenset[int]
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
 class Quickest:
     """Of plans that are known the quickest: what it adds to a step that keeps all, how long a step
     takes with it, and the bytes that plans are compared by."""
@@ -109,24 +118,23 @@ def plans_for(
     beside_s: float = 0.0,
     among_others: bool = False,
     limits: Limits | None = None,
-    of_torch: frozenset[int] | None = None,
+    of_torch: OfTorch | None = None,
 ) -> tuple[list[Found], Limits]:
     """Plans that were estimated, and the limits that were meant. `keep_all_peak`: of torch's
     own way to keep all, if that was tried; ours keeps every result that is read, which is more.
     `beside_s`: seconds that a step takes elsewhere. `among_others`: as in `Estimate.weight`.
     `limits`: where they are known already, from another graph of the same computation. `of_torch`:
-    what torch's min-cut keeps, if that was tried."""
+    torch's min-cut, if that was tried."""
     best = BEST_FOR_LEAST if memory.kind == "min" else BEST
-    search = Search(passes, prices, calls, best, among_others, of_torch)
+    kept = None if of_torch is None else of_torch.kept
+    search = Search(passes, prices, calls, best, among_others, kept)
     search.explore(products=memory.kind != "auto")
     keep_all = search.look_at("keep all", passes.needed)
     most = keep_all_peak or search.peak(keep_all)
-    if of_torch is not None:
-        search.look_at("torch's min-cut", of_torch)
     for one in search.far_from_torch:
         if memory.kind == "auto" and not search.exhausted:
             search.nearer(one, _free(search.groups_of_torch(one)))
-    quickest = _quickest(search, beside_s)
+    quickest = _quickest(search, beside_s, of_torch)
     limits = limits or limits_of(memory, passes, most, prices.step_seconds, quickest)
     in_vain: set[Key] = set()
     # the best few of the families, with as many of their groups as the limits call for
@@ -146,11 +154,13 @@ def plans_for(
     return [one for key, one in search.found.items() if key not in in_vain], limits
 
 
-def _quickest(search: Search, beside_s: float) -> Quickest:
-    found = min(search.found.values(), key=lambda one: one.estimate.seconds_added)
-    added = found.estimate.seconds_added
-    step = search.prices.step_seconds + added + beside_s
-    return Quickest(added, step, search.weight(found))
+def _quickest(search: Search, beside_s: float, of_torch: OfTorch | None) -> Quickest:
+    estimates = [one.estimate for one in search.found.values()]
+    estimates += [] if of_torch is None else [of_torch.estimate]
+    found = min(estimates, key=lambda estimate: estimate.seconds_added)
+    step = search.prices.step_seconds + found.seconds_added + beside_s
+    weight = found.weight(search.calls, among_others=search.among_others)
+    return Quickest(found.seconds_added, step, weight)
 
 
 def _takes_more(search: Search, limits: Limits, one: Found) -> bool:
