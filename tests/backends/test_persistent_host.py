@@ -21,6 +21,7 @@ from ecornn.kernels.persistent import gradients, shares
 from ecornn.kernels.reference import DirectionWeights
 from ecornn.ops.recurrence import recurrence
 from support.machine import BATCH, STEPS, Machine, make_call, routed, run_route
+from support.persistent_calls import widened
 from support.tolerances import assert_matches, tolerance
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -42,16 +43,8 @@ def assert_like_the_definition(call: LayerCall, *, everything: bool = True) -> L
         torch.randn(shapes[1], generator=generator) if everything and lstm else None,
         torch.randn(shapes[0], generator=generator) if lstm and call.cell_states else None,
     )
-    wide = replace(
-        call,
-        input_TBI=call.input_TBI.double(),
-        h0_DBR=call.h0_DBR.double(),
-        c0_DBH=None if call.c0_DBH is None else call.c0_DBH.double(),
-        weights=tuple(w.to(torch.float64) for w in call.weights),
-        keep="states",
-    )
     wide_grads = ResultGrads(*(None if g is None else g.double() for g in grads))
-    want, want_grads = run("reference", wide, wide_grads)
+    want, want_grads = run("reference", widened(call), wide_grads)
     found, found_grads = run("persistent", call, grads)
     bound = tolerance(torch.float32, STEPS)
     for a, b in zip(found[:3], want[:3], strict=True):
