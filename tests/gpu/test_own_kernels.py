@@ -86,6 +86,25 @@ def test_gradients_are_those_of_float64(memory: str | float, classes: int) -> No
     assert ("are one operator" in told) == (classes != CLASSES)
 
 
+def test_the_newer_settings_of_tf32_are_read_as_the_older_ones() -> None:
+    """Once they are used, some of torch's older questions raise."""
+    model, words, tags = made()
+    matmul, rnn = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
+    before = matmul.fp32_precision, rnn.fp32_precision
+    try:
+        matmul.fp32_precision = rnn.fp32_precision = "tf32"
+        expected = step(model, model, words, tags)
+        run = ecornn.compile(model)
+        found = step(run, model, words, tags)
+    finally:
+        matmul.fp32_precision, rnn.fp32_precision = before
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-2 * theirs.norm()
+    told = str(run.explain())
+    assert "run on kernels of ecornn: lower, upper" in told
+    assert "the whole model is compiled" in told
+
+
 @pytest.mark.parametrize("classes", [CLASSES, MANY])
 def test_the_peak_of_such_a_model_is_foretold(classes: int) -> None:
     model, words, tags = made(classes)

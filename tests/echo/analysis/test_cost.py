@@ -92,6 +92,20 @@ def test_tf32_counts_only_where_it_is_allowed() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def test_tf32_may_be_allowed_by_the_newer_settings() -> None:
+    """Since which torch's older question about them raises."""
+    machine = _from_sheet("NVIDIA H200", "data sheet")
+    assert machine is not None
+    work = Work(None, 0, 0, 10**15, torch.float32)
+    matmul, exact = torch.backends.cuda.matmul, machine.seconds(work, product=True)
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert machine.seconds(work, product=True) < exact / 5
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_views_and_inputs_are_free_and_a_copy_is_not() -> None:
     graph = graph_of(lambda a: (a.t().contiguous(),), torch.randn(30, 40))
     model = CostModel.of(graph)
