@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import ecornn
 from ecornn.bench.calls import capture
-from ecornn.echo import output_losses
 
 WIDTH, STEPS, BATCH, CLASSES = 256, 64, 24, 12
 #: So many that their scores are four chunks of the operator that makes some rows of them at once,
@@ -35,11 +34,6 @@ class Tagger(nn.Module):
     def forward(self, words_TB: Tensor, tags_TB: Tensor) -> Tensor:
         hidden = self.upper(torch.relu(self.lower(self.embedding(words_TB))[0]))[0]
         return F.cross_entropy(self.output(hidden).flatten(0, 1), tags_TB.flatten())
-
-
-@pytest.fixture(autouse=True)
-def _output_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_losses, "DEVICES", ("cuda",))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ecornn.kernels import losses
+from ecornn.kernels import loading
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.losses import (
     CrossEntropyArguments,
@@ -110,11 +110,11 @@ class OnGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
         self.current = 0
-        monkeypatch.setattr(losses, "_LAUNCHERS", {})
-        monkeypatch.setattr(losses, "unavailable", lambda: None)
-        monkeypatch.setattr(losses, "too_old", lambda: None if self.current else "too old")
-        monkeypatch.setattr(losses, "make_context_current", lambda device: None)
-        monkeypatch.setattr(losses, "Launcher", made)
+        monkeypatch.setattr(loading, "_LAUNCHERS", {})
+        monkeypatch.setattr(loading, "unavailable", lambda: None)
+        monkeypatch.setattr(loading, "too_old", lambda: None if self.current else "too old")
+        monkeypatch.setattr(loading, "make_context_current", lambda device: None)
+        monkeypatch.setattr(loading, "Launcher", made)
         monkeypatch.setattr(torch.cuda, "device", self.on)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current == 0)
 

@@ -45,6 +45,7 @@ from ecornn.kernels.persistent.model import describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile, round_up
 from ecornn.kernels.persistent.tune import entry
+from ecornn.kernels.row_losses import READ_AS, RowLossArguments, RowLossTile
 from ecornn.spec import GATES
 
 needs_compiler = pytest.mark.skipif(
@@ -166,6 +167,18 @@ def test_the_gradient_of_cross_entropy_compiles_for(
     optimized = optimizes(arch, 0)
     code = build_for(CrossEntropyTile().variant(arch), optimized, monkeypatch)
     assert b"cross_entropy" in code
+    assert resources(code).frame_bytes == 0 or not optimized
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("numbers", sorted(READ_AS.values()))
+def test_the_losses_of_rows_compile_for(
+    arch: str, numbers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimized = optimizes(arch, NUMBERS.index(numbers))
+    code = build_for(RowLossTile(numbers).variant(arch), optimized, monkeypatch)
+    assert b"row_losses" in code
     assert resources(code).frame_bytes == 0 or not optimized
 
 
@@ -370,6 +383,7 @@ def _members(source: str, name: str) -> list[str]:
         ("gradients.cu", GradientArguments),
         ("shares.cu", ShareArguments),
         ("cross_entropy.cu", CrossEntropyArguments),
+        ("row_losses.cu", RowLossArguments),
     ],
 )
 def test_arguments_are_those_of_the_source(source: str, structure: type[ctypes.Structure]) -> None:

@@ -180,11 +180,12 @@ def test_rows_that_are_filled_up(dtype: torch.dtype, label_smoothing: float) -> 
         assert_is_exact(given, label_smoothing=label_smoothing)
 
 
+@pytest.mark.parametrize("missing", [CLASSES, -1])
 @pytest.mark.usefixtures("more")
-def test_a_class_that_there_is_not() -> None:
+def test_a_class_that_there_is_not(missing: int) -> None:
     given = drawn(ROWS, CLASSES)
-    given.target[0, 0] = CLASSES
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    given.target[0, 0] = missing
+    with pytest.raises(IndexError, match="out of range"):
         linear_cross_entropy(*given)
 
 
@@ -192,7 +193,7 @@ def test_a_class_that_there_is_not() -> None:
 @pytest.mark.usefixtures("more")
 def test_scratch_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     rows, classes, width = 9 * ROWS_ALIGNED, 2001, 256
-    row_bytes = row_bytes_of(classes, dtype)
+    row_bytes = row_bytes_of(classes, dtype, torch.device("cpu"))
     monkeypatch.setattr(module, "CHUNK_BYTES", 4 * ROWS_ALIGNED * row_bytes)
     assert rows_at_once(rows, row_bytes) == 3 * ROWS_ALIGNED
     x, weight, bias, target = drawn((rows,), classes, dtype, width=width)
@@ -205,19 +206,23 @@ def test_scratch_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, dtype: torch.
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"),
+    ("dtype", "kernel", "expected"),
     [
-        (torch.float32, 1408 * (20_004 + 256) * 4 + 20_004 * 256 * 4),
-        (torch.bfloat16, 1024 * 20_008 * 6 + 20_008 * 256 * 2),
-        (torch.float16, 1024 * 20_008 * 6 + 20_008 * 256 * 2),
+        (torch.float32, True, 1408 * 20_004 * 4 + 20_004 * 256 * 4),
+        (torch.float32, False, 1408 * 20_004 * 4 + 20_004 * 256 * 4),
+        (torch.bfloat16, True, 2048 * 20_008 * 2 + 20_008 * 256 * 2),
+        (torch.bfloat16, False, 1024 * 20_008 * 6 + 20_008 * 256 * 2),
+        (torch.float16, True, 2048 * (20_008 * 2 + 256 * 4) + 20_008 * 256 * 2),
+        (torch.float16, False, 1024 * 20_008 * 6 + 20_008 * 256 * 2),
     ],
 )
 def test_scratch_on_cuda(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, expected: int
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kernel: bool, expected: int
 ) -> None:
-    """Without numbers: rows of scores that are filled up, of 16 bits in float32 as well, and the
-    weights; float32's products read rows of the input beside them."""
+    """Without numbers: rows of scores that are filled up, of 16 bits in float32 as well where no
+    kernel reads them, and the weights; float16's products are made in float32."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 128 * 2**20)
+    monkeypatch.setattr(module, "is_served", lambda *_: kernel)
     with FakeTensorMode():
         weight = torch.empty(20_001, 256, dtype=dtype, device="cuda")
     assert scratch_of(4096, weight, dtype) == expected

@@ -26,6 +26,7 @@ from ecornn.backends.persistent_gradients import AtOnce
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.reference import problem_of
 from ecornn.kernels.persistent.arguments import BackwardArguments
+from ecornn.kernels.products import product_in
 from ecornn.kernels.reference.backward import entering_states
 from ecornn.kernels.reference.problem import DirectionWeights, Masks, input_of, masks
 from ecornn.spec import GATES
@@ -189,16 +190,8 @@ class _WeightGrads:
         self.sums: dict[tuple[int, str], Tensor] = {}
 
     def product(self, d: int, name: str, rows: Tensor, columns: Tensor) -> None:
-        found, across = self.sums.get((d, name)), rows.T
-        if not self.widened:
-            self.sums[d, name] = (
-                across @ columns if found is None else found.addmm_(across, columns)
-            )
-        elif found is None:
-            self.sums[d, name] = torch.mm(across, columns, out_dtype=torch.float32)
-        else:
-            # added by the product itself: no second matrix, and no kernel that adds the two
-            torch.addmm(found, across, columns, out_dtype=torch.float32, out=found)
+        dtype = torch.float32 if self.widened else self.dtype
+        self.sums[d, name] = product_in(dtype, rows.T, columns, self.sums.get((d, name)))
 
     def column_sums(self, d: int, rows: Tensor) -> None:
         value, found = column_sums(rows), self.sums.get((d, "biases"))

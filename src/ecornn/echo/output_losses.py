@@ -31,9 +31,8 @@ from ecornn.ops.linear_cross_entropy import (
 FEWEST_BYTES = 64 * 2**20
 #: And those that are not so many times what the operator takes instead.
 LEAST_GAIN = 2
-#: Where it is done: nowhere yet. On a CPU inductor's own code is the quicker one, and it has not
-#: been timed on a GPU, which it is for (decision 0032).
-DEVICES: tuple[str, ...] = ()
+#: Where it is done: on a CPU inductor's own code is the quicker one.
+DEVICES: tuple[str, ...] = ("cuda",)
 #: Other tensors, such as those that are divided over GPUs, are left alone.
 PLAIN = (Tensor, FakeTensor)
 

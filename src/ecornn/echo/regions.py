@@ -48,6 +48,9 @@ from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budg
 from ecornn.echo.twin import alone, device_of
 from ecornn.ops.keeping import keeping_states_alone
 
+#: What the host takes for one call of a compiled part and its backward pass, beside launches.
+CALL_S = 1e-3
+
 
 @dataclass(frozen=True)
 class _CountedDry:
@@ -303,7 +306,7 @@ class Regions:
         backend = EchoBackend(
             replace(self.options, memory=memory),
             calls=calls,
-            beside_s=self._seconds_beside() / calls,
+            beside_s=self._seconds_beside() / calls + CALL_S,
             part=path,
             common=CommonInputs(self.common.get(path, frozenset())),
             among_others=True,

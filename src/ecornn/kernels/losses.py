@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ecornn.errors import EcornnError
 from ecornn.kernels.jit import Variant
-from ecornn.kernels.persistent.device import too_old, unavailable
-from ecornn.kernels.persistent.launch import Launcher, make_context_current
-from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.loading import launcher_beside
+from ecornn.kernels.persistent.launch import Launcher
 
 
 class CrossEntropyArguments(ctypes.Structure):
@@ -42,32 +39,12 @@ class CrossEntropyTile:
         return Variant("cross_entropy.cu", arch)
 
 
-#: By device; loaded when a forward pass asks, so that a backward pass finds it. None: it cannot be.
-_LAUNCHERS: dict[int, Launcher | None] = {}
-
-
 def cross_entropy_launcher(scores_NV: Tensor) -> Launcher | None:
-    """For scores like these; None where torch's operators have to do."""
-    if not scores_NV.is_cuda or not serves(scores_NV) or unavailable() is not None:
+    """For scores like these; None where torch's operators have to do. A forward pass asks, so that
+    its backward pass finds it loaded."""
+    if not scores_NV.is_cuda or not serves(scores_NV):
         return None
-    device = scores_NV.get_device()
-    if device not in _LAUNCHERS:
-        with torch.cuda.device(device):
-            # nothing can be loaded while a stream is captured
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            _LAUNCHERS[device] = _loaded(device) if too_old() is None else None
-    return _LAUNCHERS[device]
-
-
-def _loaded(device: int) -> Launcher | None:
-    make_context_current(device)
-    try:
-        return Launcher(Geometry(CrossEntropyTile(), 1, 1, 1, 0), device)  # type: ignore[arg-type]
-    except (EcornnError, OSError) as error:
-        # torch's operators give the same: a cache that cannot be written, say
-        warnings.warn(f"the kernel of cross entropy could not be made: {error}", stacklevel=2)
-        return None
+    return launcher_beside(scores_NV, CrossEntropyTile(), "the kernel of cross entropy")
 
 
 def serves(scores_NV: Tensor) -> bool:

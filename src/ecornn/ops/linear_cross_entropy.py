@@ -24,6 +24,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ecornn.errors import InvalidInput
+from ecornn.kernels.products import product_in
+from ecornn.kernels.reference.row_losses import Rows
+from ecornn.kernels.row_losses import VECTOR_BYTES, is_served, row_losses
 from ecornn.ops.only_once import only_once
 
 #: Bytes of scores that are there at once, about: large enough for products of full speed, small
@@ -31,8 +34,6 @@ from ecornn.ops.only_once import only_once
 CHUNK_BYTES = 128 * 2**20
 #: Products are made of tiles of so many rows.
 ROWS_ALIGNED = 128
-#: Rows that begin at multiples of this can be read by whole vectors.
-VECTOR_BYTES = 16
 #: By what gradients of scores are multiplied before they are rounded: float16 has no numbers below
 #: 2**-24, and a scale of the loss that is there for its sake arrives too late. Gradients of scores
 #: are 1 at most, and float16 ends just short of 2**16.
@@ -106,10 +107,11 @@ def rows_at_once(rows: int, row_bytes: int) -> int:
     return max(-(-rows // (max(chunks, 1) * ROWS_ALIGNED)), 1) * ROWS_ALIGNED
 
 
-def row_bytes_of(classes: int, dtype: torch.dtype) -> int:
-    """Of scores; those of 16 bits are there in float32 as well."""
+def row_bytes_of(classes: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Of scores; those of 16 bits are there in float32 as well, unless a kernel reads them."""
     size, wide = dtype.itemsize, sums_in(dtype).itemsize
-    return classes * (size if size == wide else size + wide)
+    alone = size == wide or is_served(dtype, device)
+    return classes * (size if alone else size + wide)
 
 
 def filled_up(classes: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -121,15 +123,20 @@ def scratch_of(rows: int, weight_VH: Tensor, dtype: torch.dtype) -> int:
     """Bytes that the operator takes beside its results, of scores of `dtype`."""
     (classes, width), device = weight_VH.shape, weight_VH.device
     filled = classes + filled_up(classes, dtype, device)
-    at_once = min(rows, rows_at_once(rows, row_bytes_of(classes, dtype)))
-    # products read some rows of the input as well; those of 16 bits as they are do so when scores
-    # in float32 are gone
-    mixed = dtype != sums_in(dtype) and _has_mixed_products(device)
-    taken = at_once * row_bytes_of(filled if mixed else filled + width, dtype)
+    at_once = min(rows, rows_at_once(rows, row_bytes_of(classes, dtype, device)))
+    scores, wide = at_once * row_bytes_of(filled, dtype, device), sums_in(dtype).itemsize
+    # products come when scores in wider numbers are gone; those in wider numbers take rows of the
+    # input's gradient beside, or all that is multiplied in such numbers
+    products = at_once * filled * dtype.itemsize
+    by_parts = input_gradient_in(dtype) != dtype
+    if dtype.itemsize != wide and not _has_mixed_products(device):
+        products += at_once * (filled + width) * wide
+        products += filled * width * wide if by_parts else 0
+    elif by_parts:
+        products += at_once * width * wide
+    taken = max(scores, products)
     if filled > classes:
         taken += filled * width * dtype.itemsize
-    if input_gradient_in(dtype) != dtype and not mixed:
-        taken += filled * width * sums_in(dtype).itemsize
     return taken
 
 
@@ -154,14 +161,18 @@ def _operator(
     wanted: Sequence[bool],
 ) -> Loss:
     with torch.autocast(input_NH.device.type, enabled=False):
-        layer = _Layer(input_NH, weight_VH, bias_V, label_smoothing)
+        layer = _Layer(input_NH, weight_VH, bias_V)
         gradients = _Gradients(input_NH, layer, wanted)
-        loss = input_NH.new_zeros((), dtype=layer.sums)
+        rows = Rows(layer.classes, label_smoothing, FACTORS.get(input_NH.dtype, 1.0))
+        losses_N = input_NH.new_empty(len(input_NH), dtype=layer.sums)
         counts_N = target_N != ignore_index
-        rows = rows_at_once(len(input_NH), row_bytes_of(layer.classes, input_NH.dtype))
-        for chunk in _slices(len(input_NH), rows):
-            loss += _make(layer, gradients, chunk, target_N, counts_N)
-        return gradients.with_loss(loss, counts_N.sum(dtype=layer.sums))
+        # raises where there is no such class, which a kernel would not see
+        weight_VH.new_empty(layer.classes).index_select(0, target_N.where(counts_N, 0))
+        target_N = target_N.where(counts_N, -1)
+        row_bytes = row_bytes_of(layer.classes, input_NH.dtype, input_NH.device)
+        for chunk in _slices(len(input_NH), rows_at_once(len(input_NH), row_bytes)):
+            _make(layer, gradients, chunk, target_N[chunk], losses_N[chunk], rows)
+        return gradients.with_loss(losses_N.sum(), counts_N.sum(dtype=layer.sums))
 
 
 def _slices(rows: int, at_once: int) -> Iterator[slice]:
@@ -173,10 +184,8 @@ class _Layer:
     """Rows of scores are filled up to whole vectors by classes that nothing is ever in: with a bias
     of -∞ their softmax is zero, and so is their gradient."""
 
-    def __init__(
-        self, input_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, smoothing: float
-    ) -> None:
-        self.input_NH, self.smoothing = input_NH, smoothing
+    def __init__(self, input_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> None:
+        self.input_NH = input_NH
         self.classes, self.sums = weight_VH.shape[0], sums_in(input_NH.dtype)
         more = filled_up(self.classes, input_NH.dtype, input_NH.device)
         self.weight_WH, self.bias_W = weight_VH, bias_V
@@ -190,41 +199,18 @@ class _Layer:
 
 
 def _make(
-    layer: _Layer, gradients: _Gradients, rows: slice, target_N: Tensor, counts_N: Tensor
-) -> Tensor:
-    """The loss of some rows; their part of the gradients is added to the others'. A function, so
+    layer: _Layer,
+    gradients: _Gradients,
+    chunk: slice,
+    target_R: Tensor,
+    losses_R: Tensor,
+    rows: Rows,
+) -> None:
+    """The losses of some rows; their part of the gradients is added to the others'. A function, so
     that their scores are gone before the next ones are made."""
-    scores_RW = layer.scores(rows)
-    wide_RW = scores_RW.to(layer.sums)  # the same if they are
-    counts_R1 = counts_N[rows].unsqueeze(1)
-    target_R1 = target_N[rows].unsqueeze(1).where(counts_R1, 0)
-    classes, smoothing = layer.classes, layer.smoothing
-    largest_R1, at_R1 = wide_RW.max(1, keepdim=True)
-    score_R1 = wide_RW[:, :classes].gather(1, target_R1)  # raises where there is no such class
-    below_R1 = None
-    if smoothing:
-        wide_RW -= largest_R1  # which changes no softmax
-        below_R1 = wide_RW[:, :classes].sum(1, keepdim=True)
-    torch.softmax(wide_RW, 1, out=wide_RW)
-    # of the sum of what scores are below the largest: nothing is lost of small losses to it
-    log_sum_R1 = -wide_RW.gather(1, at_R1).log()
-    loss_R1 = (largest_R1 - score_R1) + log_sum_R1
-    # small where the model is right: a difference of rounded numbers would be none
-    of_target_R1 = torch.expm1(-loss_R1)
-    if below_R1 is not None:
-        even_R1 = log_sum_R1 - below_R1 / classes
-        loss_R1 = (1 - smoothing) * loss_R1 + smoothing * even_R1
-        wide_RW[:, :classes].sub_(smoothing / classes)
-        of_target_R1 += smoothing - smoothing / classes
-    # into all of a row: of a part CUDA makes a copy, where algorithms have to be deterministic
-    wide_RW.scatter_(1, target_R1, of_target_R1)
-    if scores_RW.dtype in FACTORS:
-        wide_RW *= FACTORS[scores_RW.dtype]
-    if scores_RW is not wide_RW:
-        scores_RW.copy_(wide_RW)
-    del wide_RW  # products need some memory as well
-    gradients.add(rows, scores_RW, counts_R1)
-    return loss_R1.where(counts_R1, 0).sum()
+    scores_RW = layer.scores(chunk)
+    row_losses(scores_RW, target_R, losses_R, rows)
+    gradients.add(chunk, scores_RW)
 
 
 class _Gradients:
@@ -235,18 +221,17 @@ class _Gradients:
         self.d_input_NH = input_NH.new_empty(of_input, dtype=input_gradient_in(input_NH.dtype))
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, rows: slice, d_scores_RW: Tensor, counts_R1: Tensor) -> None:
+    def add(self, rows: slice, d_scores_RW: Tensor) -> None:
         if self.of_input:
             d_input_RH = self.d_input_NH[rows]
             if d_input_RH.dtype == d_scores_RW.dtype:
                 torch.mm(d_scores_RW, self.layer.weight_WH, out=d_input_RH)
             else:
                 d_input_RH.copy_(self._product(d_scores_RW, self.layer.weight_WH))
-            d_input_RH.masked_fill_(~counts_R1, 0)
-        if self.of_weight:  # rows that do not count have zeros as input
-            self._add_up("weight", d_scores_RW, self.input_NH[rows].where(counts_R1, 0))
+        if self.of_weight:
+            self._add_up("weight", d_scores_RW, self.input_NH[rows])
         if self.of_bias:
-            self._add_up("bias", d_scores_RW, counts_R1.to(d_scores_RW.dtype))
+            self._add_up("bias", d_scores_RW, d_scores_RW.new_ones(len(d_scores_RW), 1))
 
     def _add_up(self, name: str, d_scores_RW: Tensor, columns: Tensor) -> None:
         self._sums[name] = self._product(d_scores_RW.t(), columns, self._sums.get(name))
@@ -256,11 +241,7 @@ class _Gradients:
         sums = self.layer.sums
         if left.dtype != sums and not _has_mixed_products(left.device):
             left, right = left.to(sums), right.to(sums)
-        if left.dtype == sums:
-            return left @ right if before is None else before.addmm_(left, right)
-        if before is None:
-            return torch.mm(left, right, out_dtype=sums)
-        return torch.addmm(before, left, right, out_dtype=sums, out=before)
+        return product_in(sums, left, right, before)
 
     def with_loss(self, loss: Tensor, rows: Tensor) -> Loss:
         classes = self.layer.classes

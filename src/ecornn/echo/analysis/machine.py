@@ -60,7 +60,7 @@ def _has_odd_channels(work: Work) -> bool:
 
 def _in_tf32() -> bool:
     # not torch.get_float32_matmul_precision(): it raises where the newer settings were used
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 #: (part of the device's name, bytes/s, FLOP/s of bf16 products, of float32, of float64 products),
