@@ -14,6 +14,7 @@ from tests.support.output_layers import (
 )
 
 from ecornn.bench.calls import capture
+from ecornn.kernels import row_losses
 from ecornn.ops import linear_cross_entropy as module
 from ecornn.ops.linear_cross_entropy import ROWS_ALIGNED, linear_cross_entropy, scratch_of
 
@@ -65,6 +66,18 @@ def test_its_scratch_is_what_it_says(dtype: torch.dtype, classes: int) -> None:
     most, kept = torch.cuda.max_memory_allocated() - held, torch.cuda.memory_allocated() - held
     assert most == pytest.approx(kept + scratch_of(4096, given.weight, dtype), rel=0.05)
     assert loss.isfinite()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.filterwarnings("error:the kernel of an output layer")
+def test_the_kernel_makes_the_losses(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Not torch's operators, which would do where it cannot be loaded."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("torch's operators were asked")
+
+    monkeypatch.setattr(row_losses, "by_torch", never)
+    assert linear_cross_entropy(*drawn(ROWS, 1001, dtype, device="cuda")).isfinite()
 
 
 def test_captured() -> None:

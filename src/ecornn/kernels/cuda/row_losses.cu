@@ -10,6 +10,8 @@ constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr u32 ALL = 0xffffffffu;
 
+__device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }  // -∞
+
 struct RowLossArguments {
   Element* scores;          // (rows, width), rows of whole vectors
   const long long* target;  // (rows); below zero: the row does not count
@@ -34,7 +36,7 @@ union Vector {
 
 // Of some scores: the largest, and the sum of the exponentials of what each is below it.
 struct Sums {
-  float largest = -INFINITY, sum = 0.0f;
+  float largest = nothing(), sum = 0.0f;
 
   __device__ __forceinline__ void add(const Vector& scores) {
     float x[VEC], top = largest;
@@ -48,7 +50,7 @@ struct Sums {
   }
   // Where there is nothing but -∞ yet, differences from it would not be numbers.
   static __device__ __forceinline__ float level(float top) {
-    return top == -INFINITY ? 0.0f : top;
+    return top == nothing() ? 0.0f : top;
   }
 };
 
@@ -89,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   const float own = to_float(a.scores[row * a.width + target]);  // before it is overwritten
   Sums mine;
-  for (int i = threadIdx.x; i < vectors; i += THREADS) mine.add({.bits = scores[i]});
+  for (int i = threadIdx.x; i < vectors; i += THREADS) mine.add(Vector{scores[i]});
   const Sums all = over_block(mine);
   const float log_sum = logf(all.sum), share = 1.0f / all.sum;
   const float even = a.smoothing / a.classes;
@@ -98,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float of_target = expm1f(-loss) + (a.smoothing - even);
   float below = 0.0f;
   for (int i = threadIdx.x; i < vectors; i += THREADS) {
-    Vector vector{.bits = scores[i]};
+    Vector vector{scores[i]};
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
       const int v = i * VEC + j;
