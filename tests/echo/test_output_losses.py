@@ -254,7 +254,7 @@ def test_scores_that_are_hardly_more_than_what_it_takes_are_left(
 
 
 @pytest.mark.parametrize(
-    ("classes", "are_many"), [(40_001, False), (130_001, False), (140_001, True)]
+    ("classes", "are_many"), [(30_001, False), (98_001, False), (110_001, True)]
 )
 def test_how_many_scores_are_many_on_cuda(
     monkeypatch: pytest.MonkeyPatch, classes: int, are_many: bool

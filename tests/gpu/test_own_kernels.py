@@ -16,7 +16,7 @@ from ecornn.bench.calls import capture
 WIDTH, STEPS, BATCH, CLASSES = 256, 64, 24, 12
 #: So many that their scores are four chunks of the operator that makes some rows of them at once,
 #: and 2.4 times what it takes; of three chunks they would not be twice as much.
-MANY = 140_001
+MANY = 110_001
 #: So many that running a layer again is nearly free beside them.
 LOOP = 200
 
