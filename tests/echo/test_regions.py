@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 import ecornn
-from ecornn.echo import backend
 from ecornn.echo.lean import cross_entropy
-from ecornn.echo.pipeline import Decision, Request, decide
-from ecornn.echo.regions import CALL_S
 from support.translator import Translator, loss_and_gradients, sentences
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -92,23 +89,6 @@ def test_what_is_kept_falls_as_predicted() -> None:
     keys, words = 4 * 30 * 16 * 4, 0 if joined else 4 * 12 * 16 * 4
     assert fall == steps * (predicted["1GiB"] - predicted["min"]) - keys - words
     assert measured["min"] < measured["1GiB"] / 3
-
-
-def test_the_host_s_time_for_each_call_is_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By which it is measured what is nearly free: a kernel more at each of many calls."""
-    asked: list[Request] = []
-
-    def decided(module: Any, inputs: Any, outputs: int, request: Request) -> Decision:
-        asked.append(request)
-        return decide(module, inputs, outputs, request)
-
-    monkeypatch.setattr(backend, "decide", decided)
-    compiled = ecornn.compile(Translator())
-    loss_and_gradients(compiled, *sentences(3, 7, 6))
-    (request,) = asked
-    assert request.calls == 6
-    beside = compiled._regions.shares.step_outside(["step"])
-    assert request.beside_s == pytest.approx(beside / 6 + CALL_S)
 
 
 def test_regions_can_be_named_and_forbidden() -> None:
