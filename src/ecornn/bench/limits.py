@@ -81,6 +81,18 @@ LIMITS = (
     ),
     Limit(
         "rnn",
+        ("keep", "peak_bytes"),
+        "of 16 sequences a weight's gradient is as large as T·B·H: the output, the cell states and "
+        "the gradients of the input and of both weights are 5 already, and these sums over pieces "
+        "of time, in float32, 2 more, so that no number of pieces keeps within 6 without rounding "
+        "a weight's gradient once a piece. Buffers up to 32 MiB are not cut for that reason: five "
+        "pieces backwards and two forwards would hold 8.6, and take five more launches, each of "
+        "which reads the weights anew: by the model (`launch_estimate`) 0.31 ms of a step of 1.7 "
+        "that takes too long beside keep=gates as it is",
+        {"batch": (16,)},
+    ),
+    Limit(
+        "rnn",
         ("keep",),
         "computing the gates again is two more products of T·B × 4H × H beside the six of a "
         "training step: of 64 sequences 275 GFLOP, which at the 989 TFLOP/s of the data sheet are "
