@@ -41,7 +41,7 @@ from ecornn.kernels.persistent.gradients import (
     GradientTile,
     is_small,
 )
-from ecornn.kernels.persistent.model import describe, estimate, explain, terms
+from ecornn.kernels.persistent.model import WITHOUT_WAITS, describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile, round_up
 from ecornn.kernels.persistent.tune import entry
@@ -346,11 +346,22 @@ def test_the_floor_compiles_for_the_forward_tiles(hidden: int) -> None:
 def test_the_model_explains_itself() -> None:
     ask = Request("backward", "gru", "fp16", 700, 12, directions=2)
     geometry: Geometry = ranked(ask, HOPPER)[0]
-    told = explain(geometry, ask.hidden)
-    assert describe(geometry) in told
-    assert "us a step by the model" in told
+    first, second = explain(geometry, ask.hidden).splitlines()
+    assert first == describe(geometry)
+    assert "2 directions" in first
+    whole, summed = second.split(" us a step by the model: ")
+    assert float(whole) == pytest.approx(estimate(geometry, ask.hidden), abs=0.005)
+    costs = [float(part.split()[0]) for part in summed.split(" + ")]
+    assert sum(costs) == pytest.approx(float(whole), abs=0.005 * len(costs) + 0.01)
+    assert costs == sorted(costs, reverse=True)
     assert "start" in terms(geometry, ask.hidden)
-    assert "2 directions" in told
+    assert "start" in summed
+
+
+def test_the_model_says_of_one_block_that_it_waits_for_little() -> None:
+    ask = Request("forward", "lstm", "bf16", 64, 1)
+    alone = next(g for g in ranked(ask, HOPPER) if g.tile.width < 8 and g.tile.cluster == 1)
+    assert f"× {WITHOUT_WAITS}" in explain(alone, 64)
 
 
 def _members(source: str, name: str) -> list[str]:
