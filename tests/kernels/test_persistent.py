@@ -335,10 +335,24 @@ def test_what_cannot_fit_has_no_candidates() -> None:
     assert not list(candidates(Request("forward", "lstm", "tf32", 2048, 1), CHIPS["sm_89"]))
 
 
+def test_the_floor_waits_by_the_loop_of_the_forward_pass() -> None:
+    """One of its own asked for the next piece when it had the one before, and was too slow."""
+    floor, multiply = (
+        (SOURCES / name).read_text() for name in ("exchange_floor.cu", "multiply.cuh")
+    )
+    assert "product.each_published(from, " in floor
+    assert "request(" not in floor
+    assert "await(" not in floor
+    body = multiply.split("void multiply_published(")[1].split("\n  }\n")[0]
+    assert "each_published(from, " in body
+    assert "request(" not in body
+
+
 @needs_compiler
-@pytest.mark.parametrize("hidden", [64, 256, 1024])
-def test_the_floor_compiles_for_the_forward_tiles(hidden: int) -> None:
-    found = ranked(Request("forward", "lstm", "bf16", hidden, 4), HOPPER)[0].tile
+@pytest.mark.parametrize(("hidden", "batch"), [(64, 4), (256, 4), (1024, 4), (1024, 16)])
+def test_the_floor_compiles_for_the_forward_tiles(hidden: int, batch: int) -> None:
+    found = ranked(Request("forward", "lstm", "bf16", hidden, batch), HOPPER)[0].tile
+    assert batch == 4 or found.chunks * found.batch_tiles > found.at_once, "several pieces"
     code = build(replace(found, kernel="exchange_floor").variant("sm_90a"))
     assert resources(code).frame_bytes == 0
 
