@@ -17,6 +17,7 @@ from ecornn.bench.timing import QUICK
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
+PLANS = ("plan", "forward_plan")
 
 
 class SynchronizingLSTM(torch.nn.LSTM):
@@ -44,6 +45,18 @@ def test_everyone_is_measured_called_and_replayed(dtype: str) -> None:
         # no comparison of the two: other tests may be using the GPU
         assert min(metrics["train_us"], metrics["forward_us"]) > 0
     assert found["torch.nn"]["peak_bytes"] >= found["torch.nn"]["kept_bytes"] > 0
+
+
+def test_rows_say_which_calls_torch_s_kernels_run() -> None:
+    """Where cuDNN's own persistent kernels are the quicker, ours are not what is measured."""
+    found = run(Case("lstm", 1024, 16, 32, "fp16"))
+    for name in ("ecornn", "ecornn+graph"):
+        assert found[name]["plan"].startswith("persistent, "), name
+        assert found[name]["forward_plan"].startswith("aten, "), name
+    found = run(Case("lstm", 64, 64, 32, "fp32"))
+    plans = [found[name][plan] for name in ("ecornn", "ecornn+graph") for plan in PLANS]
+    backends = [plan.split(",")[0] for plan in plans]
+    assert backends == ["persistent", "persistent", "aten", "persistent"]
 
 
 def test_who_cannot_be_captured_says_why_and_disturbs_nobody() -> None:

@@ -9,6 +9,7 @@ import pytest
 from ecornn.bench.cases import Case
 from ecornn.bench.markdown import digits
 from ecornn.bench.report import (
+    BY_TORCH,
     HEAD,
     NOTHING_YET,
     Report,
@@ -89,6 +90,44 @@ def test_a_contender_with_a_forward_pass_alone_has_a_place_in_the_tables() -> No
     times = "| 2.00 ± 5% / 6.00 ± 3% | 1.00 ± 10% / – | 0.50× / – |"
     assert f"| {case} {times}" in page
     assert f"| {case} | 1.0e-07 | – |" in page
+
+
+OURS, THEIRS = "persistent, direct, keeps gates", "aten, network, keeps none"
+
+
+def of_torch(*rows: Row) -> list[str]:
+    """What the page says of who ran them."""
+    page = render({"x.json": results(*rows)})
+    if BY_TORCH not in page:
+        return []
+    return page.split(f"{BY_TORCH}\n\n")[1].split("\n\n")[0].splitlines()
+
+
+class TestPassesThatTorchRuns:
+    others = (row(PLAIN, "torch.nn", 1, 1), row(MIXED, "exchange floor+graph", 1, 1, plan="aten"))
+
+    def test_they_are_named(self) -> None:
+        mine = (
+            row(PLAIN, "ecornn", 1, 1, plan=OURS, forward_plan=THEIRS),
+            row(PLAIN, "ecornn+graph", 1, 1, plan=THEIRS, forward_plan=THEIRS),
+            row(MIXED, "ecornn packed", 1, 1, plan=THEIRS, forward_plan=OURS),
+            row(MIXED, "ecornn lengths", 1, 1, plan=OURS, forward_plan=OURS),
+        )
+        assert of_torch(*mine, *self.others) == [
+            f"- ecornn, {PLAIN}: forward",
+            f"- ecornn+graph, {PLAIN}: forward / train",
+            f"- ecornn packed, {MIXED}: train",
+        ]
+
+    def test_all_of_them_are_one_line_and_none_is_none(self) -> None:
+        for plan, told in ((THEIRS, ["- all: forward / train"]), (OURS, [])):
+            mine = [row(c, "ecornn", 1, 1, plan=plan, forward_plan=plan) for c in (PLAIN, MIXED)]
+            assert of_torch(*mine, *self.others) == told
+
+    def test_what_an_older_file_does_not_say_is_not_taken_for_ours(self) -> None:
+        mine = [row(c, "ecornn", 1, 1, plan=OURS) for c in (PLAIN, MIXED)]
+        (line,) = of_torch(*mine, *self.others)
+        assert line.startswith("- not recorded of 2 of 2 rows")
 
 
 class TestPlots:

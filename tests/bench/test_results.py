@@ -32,6 +32,16 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read(path).rows == ()
 
 
+def test_rows_with_and_without_the_plan_of_their_forward_call_are_read(tmp_path: Path) -> None:
+    old = row(PLAIN, "ecornn", 1.0, 2.0, plan="persistent, direct, keeps gates")
+    new = row(MIXED, "ecornn", 1.0, 2.0, plan="aten, layer, keeps states", forward_plan="aten")
+    write(results(old, new), tmp_path / "cpu.json")
+    assert [r.metrics.get("forward_plan") for r in read(tmp_path / "cpu.json").rows] == [
+        None,
+        "aten",
+    ]
+
+
 def test_the_file_is_in_the_shared_form(tmp_path: Path) -> None:
     write(EXAMPLE, tmp_path / "cpu.json")
     lines = (tmp_path / "cpu.json").read_text().splitlines()

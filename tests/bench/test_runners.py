@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import ecornn
-from ecornn.bench import environment, runners
+from ecornn.bench import calls, environment, runners
 from ecornn.bench.cases import Case
 from ecornn.bench.contenders import Contender, contenders_for
 from ecornn.bench.grids import RNN, SMOKE, Grid
@@ -19,11 +19,14 @@ from ecornn.bench.record import record
 from ecornn.bench.results import read, write
 from ecornn.bench.timing import QUICK, Effort
 from ecornn.errors import InvalidInput
+from ecornn.planner import ExecutionPlan
+from ecornn.spec import RnnSpec
 from support.measured import plain
 
 CPU = torch.device("cpu")
 DOCUMENTATION = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 CASE = Case("lstm", 6, 2, 4)
+PLANS = {"plan", "forward_plan"}
 TIMES = {"forward_us", "forward_us_spread", "train_us", "train_us_spread"}
 TINY = Effort(1e-5, rounds=2, fewest_rounds=2, budget_s=0.01, warm_up_s=0.0, checks=2)
 
@@ -65,7 +68,7 @@ def test_the_smoke_grid_runs_from_end_to_end(tmp_path: Path) -> None:
     assert [row.key for row in recording.measured] == expected
     for row in recording.measured:
         ours = row.contender.startswith("ecornn")
-        assert set(row.metrics) == TIMES | {"error"} | ({"plan"} if ours else set())
+        assert set(row.metrics) == TIMES | {"error"} | (PLANS if ours else set())
         assert all(f"metrics.{name}`" in DOCUMENTATION.read_text() for name in row.metrics)
         error = row.number("error")
         assert error is not None
@@ -100,7 +103,41 @@ def test_a_contender_that_cannot_be_captured_says_why(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runners, "Replay", refuse)
     found = run(Contender("ecornn+graph", ecornn.nn, graph=True))
     assert "stream is capturing" in found["ecornn+graph"]["not_measured"]
-    assert "plan" in found["ecornn+graph"]
+    assert set(found["ecornn+graph"]) >= PLANS
+
+
+TORCH_S = ("aten", "none", "network")
+
+
+class PlanningLSTM(torch.nn.LSTM):
+    """Leaves calls without gradients to torch."""
+
+    def explain(self, x: Any, hx: Any = None) -> ExecutionPlan:
+        spec = RnnSpec("lstm", 6, 6, needs_grad=torch.is_grad_enabled())
+        names = ("persistent", "gates", "direct") if spec.needs_grad else TORCH_S
+        return ExecutionPlan(spec, *names, "a test")
+
+
+def test_both_calls_say_who_runs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training step of ours beside a forward pass that is torch's, and in a graph the reverse."""
+    found = run(contender("ecornn", PlanningLSTM))["ecornn"]
+    assert found["plan"] == "persistent, direct, keeps gates"
+    assert found["forward_plan"] == "aten, network, keeps none"
+
+    def planned(spec: RnnSpec) -> ExecutionPlan:
+        assert spec.captured
+        names = TORCH_S if spec.needs_grad else ("persistent", "none", "direct")
+        return ExecutionPlan(spec, *names, "a test")
+
+    def at_once(function: Any) -> tuple[Any, Any]:
+        return SimpleNamespace(replay=lambda: None), function()
+
+    monkeypatch.setattr(calls, "plan", planned)
+    monkeypatch.setattr(calls, "capture", at_once)
+    graph = Contender("ecornn+graph", SimpleNamespace(LSTM=PlanningLSTM), graph=True)
+    found = run(graph)["ecornn+graph"]
+    assert found["plan"] == "aten, network, keeps none"
+    assert found["forward_plan"] == "persistent, direct, keeps none"
 
 
 def test_on_cuda_everyone_is_also_replayed() -> None:

@@ -3,24 +3,32 @@ wrong by chance, and what their plan says."""
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ecornn
+from ecornn.backends.protocol import BackwardRequest, LayerCall, ResultGrads
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import device
+from ecornn.kernels.persistent.choose import Request
 from ecornn.kernels.persistent.floor import Floor
-from support.persistent_calls import arriving, make_call, run
-from support.tolerances import assert_matches, tolerance
+from ecornn.kernels.persistent.launch import Launcher
+from support.persistent_calls import arriving, assert_like_the_definition, make_call, run
+from support.tolerances import ONE_STEP, assert_matches, tolerance
 
 pytestmark = pytest.mark.gpu
+
+#: TF32 has half precision's eleven bits.
+TF32_BOUND = ONE_STEP[torch.float16]
 
 
 def test_a_process_whose_first_backward_pass_is_a_layer_s() -> None:
@@ -119,24 +127,156 @@ def test_equal_bits_again_and_again(hidden: int) -> None:
         assert torch.equal(first_grads.weights[1], again_grads.weights[1])
 
 
-def test_ten_thousand_launches_beside_another_stream() -> None:
-    """Shapes in turn, each against its own first result; another stream keeps the GPU busy."""
-    shapes = list(itertools.product((64, 256, 512, 1024), (1, 4, 16), ("lstm", "gru")))
-    calls = [make_call(cell, torch.bfloat16, hidden, b, 10) for hidden, b, cell in shapes]
-    first = [by_name("persistent").forward(call).output_TBO.clone() for call in calls]
+class Varied(NamedTuple):
+    cell: str
+    dtype: torch.dtype
+    hidden: int
+    batch: int
+    steps: int
+    keep: str = "states"
+    lengths: bool = False
+
+    @property
+    def call(self) -> LayerCall:
+        more = {}
+        if self.lengths:
+            more["lengths_B"] = torch.arange(self.batch, device="cuda") % (self.steps + 1)
+        sizes = (self.hidden, self.batch, self.steps)
+        return replace(make_call(self.cell, self.dtype, *sizes, **more), keep=self.keep)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+#: One block, clusters and the whole chip; every cell and dtype; odd sizes; both ways to keep.
+VARIED = (
+    Varied("lstm", BF16, 64, 1, 20, "gates"),
+    Varied("lstm", FP16, 256, 4, 10),
+    Varied("lstm", FP32, 512, 16, 7, "gates"),
+    Varied("lstm", BF16, 1024, 16, 10),
+    Varied("lstm", FP16, 1024, 1, 20, "gates"),
+    Varied("lstm", FP32, 1024, 4, 5),
+    Varied("lstm", BF16, 2048, 4, 6, "gates"),
+    Varied("lstm", BF16, 256, 6, 9, lengths=True),
+    Varied("gru", BF16, 256, 16, 12),
+    Varied("gru", FP16, 101, 3, 13, "gates"),
+    Varied("gru", FP32, 64, 16, 10, "gates"),
+    Varied("gru", BF16, 1024, 4, 8, lengths=True),
+    Varied("rnn_tanh", BF16, 512, 4, 1),
+    Varied("rnn_tanh", FP32, 256, 1, 15),
+    Varied("rnn_relu", FP16, 64, 4, 11),
+    Varied("rnn_relu", BF16, 1024, 16, 3),
+)
+
+
+def everything(call: LayerCall, grads: ResultGrads) -> list[Tensor]:
+    """All results and gradients of both passes."""
+    result, found = run("persistent", call, grads)
+    every = (*result[:3], found.input_TBI, found.h0_DBR, found.c0_DBH, *found.weights)
+    return [t for t in every if t is not None]
+
+
+def requests_of(call: LayerCall) -> list[Request]:
+    numbers = device.numbers_of(call.input_TBI.dtype)
+    assert numbers is not None
+    sizes = (call.h0_DBR.shape[-1], call.input_TBI.shape[1], 1, call.lengths_B is not None)
+    return [Request(name, call.cell, numbers, *sizes) for name in ("forward", "backward")]
+
+
+def test_ten_thousand_launches_beside_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both passes of cells, dtypes and sizes in turn, while another stream keeps the GPU busy.
+    Each has the bits of its first result, which is held against the definition in float64."""
+    calls = [varied.call for varied in VARIED]
+    asks = [ask for call in calls for ask in requests_of(call)]
+    device.build_side_by_side(asks, torch.cuda.current_device())  # one by one they take minutes
+    for call in calls:
+        assert_like_the_definition(call, TF32_BOUND if call.input_TBI.dtype == FP32 else None)
+    grads = [arriving(call) for call in calls]
+    first = [everything(*pair) for pair in zip(calls, grads, strict=True)]
+    launched: Counter[str] = Counter()
+    launch = Launcher.__call__
+
+    def counted(self: Launcher, *arguments: object, **more: object) -> None:
+        launched[self.geometry.tile.kernel] += 1
+        launch(self, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Launcher, "__call__", counted)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     other = torch.cuda.Stream()
     busy = torch.randn(2048, 2048, device="cuda")
-    for launch in range(10_000):
-        index = launch % len(calls)
-        if launch % 5 == 0:
+    turn = 0
+    while launched["forward"] + launched["backward"] < 10_000:
+        index = turn % len(calls)
+        if turn % 3 == 0:
             with torch.cuda.stream(other):
                 busy = (busy @ busy).clamp(-1, 1)
-        output = by_name("persistent").forward(calls[index]).output_TBO
-        wrong += (output != first[index]).any()
+        found = everything(calls[index], grads[index])
+        for a, b in zip(found, first[index], strict=True):
+            wrong += (a != b).any()
+        turn += 1
     torch.cuda.synchronize()
     device.failure_flag().check()
     assert wrong.item() == 0
+
+
+def test_launches_finish_while_another_stream_s_kernel_runs() -> None:
+    """The other one sleeps for a second on one block: no launch may wait for its end, and all have
+    their blocks beside it."""
+    calls = [varied.call for varied in VARIED]
+    asks = [ask for call in calls for ask in requests_of(call)]
+    device.build_side_by_side(asks, torch.cuda.current_device())
+    grads = [arriving(call) for call in calls]
+    first = [everything(*pair) for pair in zip(calls, grads, strict=True)]
+    torch.cuda.synchronize()
+    other, began, ended = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+    done = torch.cuda.Event()
+    with torch.cuda.stream(other):
+        began.record()
+        torch.cuda._sleep(2_000_000_000)
+        ended.record()
+    began.synchronize()
+    again = [everything(*pair) for pair in zip(calls, grads, strict=True)]
+    done.record()
+    done.synchronize()
+    assert not ended.query(), "they waited for the other stream"
+    torch.cuda.synchronize()
+    device.failure_flag().check()
+    for found, wanted in zip(again, first, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def launched_by(function: Callable[[], object]) -> Counter[str]:
+    """Everything that the device is given, by name; not the first time, which compiles."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as observed:
+        function()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return Counter(event.name for event in observed.events() if event.device_type == on_device)
+
+
+@pytest.mark.parametrize("feature", ["lengths", "resets", "both"])
+@pytest.mark.parametrize("hidden", [64, 256, 1024])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+def test_lengths_and_resets_take_no_launch(cell: str, hidden: int, feature: str) -> None:
+    """Forwards the device is given as much as without them. Backwards the recurrence is one launch
+    too; only the products around it need what lies beyond the ends masked."""
+    batch, steps = 6, 19
+    more = {}
+    if feature != "resets":
+        more["lengths_B"] = torch.tensor([19, 1, 7, 18, 12, 3], device="cuda")
+    if feature != "lengths":
+        more["resets_TB"] = torch.rand(steps, batch, device="cuda") < 0.2
+    plain = make_call(cell, torch.bfloat16, hidden, batch, steps)
+    with_them = replace(plain, **more)
+    backend = by_name("persistent")
+    counts = [launched_by(lambda call=call: backend.forward(call)) for call in (plain, with_them)]
+    assert counts[0]["forward"] == counts[1]["forward"] == 1, counts
+    assert counts[0].total() == counts[1].total(), counts
+    for call in (plain, with_them):
+        result, grads = backend.forward(call), arriving(call)
+        given = (call, result, grads, BackwardRequest())
+        count = launched_by(lambda given=given: backend.backward(*given))
+        assert count["backward"] == 1, count
 
 
 @pytest.mark.parametrize(("hidden", "batch"), [(64, 1), (256, 4), (1024, 1), (1024, 4)])

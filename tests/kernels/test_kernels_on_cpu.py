@@ -6,6 +6,7 @@ and how lanes share work is as on a GPU. Its memory order and its rounding are n
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,11 @@ from ecornn.backends.protocol import (
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import shares
 from ecornn.kernels.persistent.choose import Request, candidates
+from ecornn.kernels.persistent.floor import FloorArguments
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.reference import DirectionWeights
 from support.machine import HOPPER, Machine, make_call
-from support.on_cpu import OnCpu, unavailable
+from support.on_cpu import OnCpu, built, unavailable
 from support.tolerances import assert_matches, tolerance
 
 pytestmark = [
@@ -105,6 +107,7 @@ class Case(NamedTuple):
         if self.features:
             more["lengths_B"] = torch.randint(0, STEPS + 1, (self.batch,), generator=generator)
             more["resets_TB"] = torch.rand(STEPS, self.batch, generator=generator) < 0.3
+            more["reset_to"] = "initial" if self.batch % 2 else "zero"
         sizes = {"directions": self.directions, "steps": STEPS, "batch": self.batch}
         return converted(make_call(self.cell, self.hidden, **sizes, **more), self.dtype)
 
@@ -368,3 +371,30 @@ def test_a_sequence_that_is_no_number_stays_so_and_alone(
     assert torch.equal(found[:, 1].isnan(), want[:, 1].isnan())
     assert torch.equal(found[:, 1].isinf(), want[:, 1].isinf())
     assert (want[:, 1].isinf() if bits == INFINITY else want[:, 1].isnan()).any()
+
+
+@pytest.mark.parametrize(
+    "case", [Case("rnn_tanh", BF16, 96, 9), Case("gru", FP32, 24, 3, "cluster")], ids=str
+)
+def test_the_floor_hands_on_the_states_of_every_step(case: Case, folder: Path) -> None:
+    """Whoever read what was not published yet would fold its marks into what it hands on."""
+    numbers = "bf16" if case.dtype == BF16 else case.numbers
+    found = case.geometry(Request("forward", case.cell, numbers, case.hidden, case.batch), 0)
+    assert found is not None
+    several = found.tile.chunks * found.tile.batch_tiles > found.tile.at_once
+    assert several or not found.tile.grid, "pieces that are asked for ahead"
+    states_TBH = torch.full((STEPS, case.batch, case.hidden), -1.0, dtype=case.dtype)
+    bits_TBH = states_TBH.view(torch.int32 if case.dtype == FP32 else torch.int16)
+    bits_TBH.fill_(-1)
+    seen = torch.full((found.all_blocks,), -1, dtype=torch.int32)
+    gave_up, a = ctypes.c_int(0), FloorArguments()
+    a.exchange, a.seen, a.failed = states_TBH.data_ptr(), seen.data_ptr(), ctypes.addressof(gave_up)
+    a.steps, a.batch, a.hidden, a.group_batch = STEPS, case.batch, case.hidden, found.group_batch
+    inside = (ctypes.c_size_t * 4)(a.exchange, a.exchange + states_TBH.nbytes, 0, 0)
+    floor = built(replace(found.tile, kernel="exchange_floor"), folder)
+    grid = (found.blocks, found.groups, found.directions)
+    outside = floor(ctypes.byref(a), *grid, inside, 0, ctypes.c_double(100.0))
+    assert (outside, gave_up.value) == (0, 0)
+    assert (seen == 0).all()
+    if found.tile.grid:
+        assert all((bits_TBH[step] == step).all() for step in range(STEPS))

@@ -41,7 +41,7 @@ from ecornn.kernels.persistent.gradients import (
     GradientTile,
     is_small,
 )
-from ecornn.kernels.persistent.model import describe, estimate, explain, terms
+from ecornn.kernels.persistent.model import WITHOUT_WAITS, describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile, round_up
 from ecornn.kernels.persistent.tune import entry
@@ -198,8 +198,8 @@ TUNED_TILES = {
 
 
 @cache
-def taken(tile: Tile) -> Resources:
-    return resources(build(tile.variant("sm_90a")))
+def taken(tile: Tile, arch: str = "sm_90a") -> Resources:
+    return resources(build(tile.variant(arch)))
 
 
 @needs_compiler
@@ -208,6 +208,67 @@ def test_no_tuned_tile_spills(tile: Tile) -> None:
     used = taken(tile)
     assert used.frame_bytes == 0
     assert used.registers * tile.threads <= 65536
+
+
+#: Where the estimate leaves fewer registers than this, what lengths and resets, float16 or another
+#: architecture take more may be too many. All variants were compiled once: of tiles with more room
+#: none spills.
+TIGHT = 16
+
+#: What spills nevertheless, (architecture, tile, numbers, with lengths or resets): bytes a thread.
+#: No tile of the same size is without: of these rows of weights either one alone is in registers,
+#: or shared memory has no room for one more.
+FRAMES = {
+    # Biases and addresses, by their machine code: stored before the loop, read from L1 once a step.
+    ("sm_90a", "forward-lstm-half-1024-64-1", "bf16", True): 40,
+    ("sm_90a", "forward-lstm-half-1024-64-1", "fp16", True): 40,
+    ("sm_90a", "forward-lstm-tf32-1024-64-1", "tf32", True): 40,
+    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", True): 8,
+    ("sm_100a", "forward-lstm-half-1024-64-1", "bf16", True): 80,
+    ("sm_100a", "forward-lstm-half-1024-64-1", "fp16", True): 80,
+    ("sm_100a", "forward-lstm-tf32-1024-4-1", "tf32", False): 24,
+    ("sm_100a", "forward-lstm-tf32-1024-4-1", "tf32", True): 40,
+    # Stored before the loop, read after it.
+    ("sm_100a", "backward-lstm-tf32-512-64-1", "tf32", True): 8,
+    # One value, stored and read once a step.
+    ("sm_90a", "backward-lstm-half-2048-16-1", "bf16", True): 8,
+}
+
+
+def _is_tight(tile: Tile) -> bool:
+    return min(255, 65536 // tile.threads) - registers(tile) < TIGHT
+
+
+def _tight_variants() -> list[tuple[str, str, str, bool]]:
+    """With lengths and resets, half precisions in turn; and all that is known to spill."""
+    found = dict.fromkeys(FRAMES)
+    for arch in ("sm_90a", "sm_100a"):
+        for place, (tile, name) in enumerate(TUNED_TILES.items()):
+            numbers = ("bf16", "fp16")[place % 2] if tile.element_bytes == 2 else tile.numbers
+            if _is_tight(tile) and tile.cluster in (1, *dict(CHIPS[arch].clusters)):
+                found[arch, name, numbers, True] = None
+    return list(found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", _tight_variants(), ids=lambda v: "-".join(map(str, v)))
+def test_lengths_resets_float16_and_blackwell_spill_no_more_than_is_known(
+    variant: tuple[str, str, str, bool],
+) -> None:
+    arch, name, numbers, features = variant
+    plain = next(tile for tile, its in TUNED_TILES.items() if its == name)
+    tile = replace(plain, numbers=numbers, features=features)
+    assert _is_tight(plain), "what has room does not spill"
+    used = taken(tile, arch)
+    assert used.frame_bytes == FRAMES.get(variant, 0)
+    assert used.registers * tile.threads <= 65536
+
+
+def test_no_other_rows_in_registers_would_spare_what_spills() -> None:
+    for arch, name, _, _ in FRAMES:
+        tile = next(tile for tile, its in TUNED_TILES.items() if its == name)
+        less = replace(tile, register_tiles=tile.register_tiles - 1, partial_buffers=1)
+        assert tile.register_tiles == 1 or less.shared_bytes > CHIPS[arch].shared_bytes
 
 
 @pytest.mark.parametrize(("hidden", "batch"), [(64, 2), (384, 5), (1024, 16)])
@@ -348,10 +409,24 @@ def test_what_cannot_fit_has_no_candidates() -> None:
     assert not list(candidates(Request("forward", "lstm", "tf32", 2048, 1), CHIPS["sm_89"]))
 
 
+def test_the_floor_waits_by_the_loop_of_the_forward_pass() -> None:
+    """One of its own asked for the next piece when it had the one before, and was too slow."""
+    floor, multiply = (
+        (SOURCES / name).read_text() for name in ("exchange_floor.cu", "multiply.cuh")
+    )
+    assert "product.each_published(from, " in floor
+    assert "request(" not in floor
+    assert "await(" not in floor
+    body = multiply.split("void multiply_published(")[1].split("\n  }\n")[0]
+    assert "each_published(from, " in body
+    assert "request(" not in body
+
+
 @needs_compiler
-@pytest.mark.parametrize("hidden", [64, 256, 1024])
-def test_the_floor_compiles_for_the_forward_tiles(hidden: int) -> None:
-    found = ranked(Request("forward", "lstm", "bf16", hidden, 4), HOPPER)[0].tile
+@pytest.mark.parametrize(("hidden", "batch"), [(64, 4), (256, 4), (1024, 4), (1024, 16)])
+def test_the_floor_compiles_for_the_forward_tiles(hidden: int, batch: int) -> None:
+    found = ranked(Request("forward", "lstm", "bf16", hidden, batch), HOPPER)[0].tile
+    assert batch == 4 or found.chunks * found.batch_tiles > found.at_once, "several pieces"
     code = build(replace(found, kernel="exchange_floor").variant("sm_90a"))
     assert resources(code).frame_bytes == 0
 
@@ -359,11 +434,22 @@ def test_the_floor_compiles_for_the_forward_tiles(hidden: int) -> None:
 def test_the_model_explains_itself() -> None:
     ask = Request("backward", "gru", "fp16", 700, 12, directions=2)
     geometry: Geometry = ranked(ask, HOPPER)[0]
-    told = explain(geometry, ask.hidden)
-    assert describe(geometry) in told
-    assert "us a step by the model" in told
+    first, second = explain(geometry, ask.hidden).splitlines()
+    assert first == describe(geometry)
+    assert "2 directions" in first
+    whole, summed = second.split(" us a step by the model: ")
+    assert float(whole) == pytest.approx(estimate(geometry, ask.hidden), abs=0.005)
+    costs = [float(part.split()[0]) for part in summed.split(" + ")]
+    assert sum(costs) == pytest.approx(float(whole), abs=0.005 * len(costs) + 0.01)
+    assert costs == sorted(costs, reverse=True)
     assert "start" in terms(geometry, ask.hidden)
-    assert "2 directions" in told
+    assert "start" in summed
+
+
+def test_the_model_says_of_one_block_that_it_waits_for_little() -> None:
+    ask = Request("forward", "lstm", "bf16", 64, 1)
+    alone = next(g for g in ranked(ask, HOPPER) if g.tile.width < 8 and g.tile.cluster == 1)
+    assert f"× {WITHOUT_WAITS}" in explain(alone, 64)
 
 
 def _members(source: str, name: str) -> list[str]:

@@ -324,13 +324,15 @@ class TestPersistent:
         monkeypatch.setattr(persistent, "geometry", geometry)
         monkeypatch.setattr(persistent, "build_side_by_side", lambda asks, device: None)
         monkeypatch.setattr(persistent, "chip", lambda device: HOPPER)
+        monkeypatch.setattr(persistent, "too_few_at_once", lambda ask, device: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         spec = asked(device="cuda", hidden=1024, batch=batch, needs_grad=True)
         refusal = self.backend.refuse(spec)
         assert refusal is None if served else f"a batch of {batch}, do not fit" in str(refusal)
-        monkeypatch.setattr(persistent, "describe", lambda found: "a geometry")
+        monkeypatch.setattr(persistent, "explain", lambda found, hidden: "a geometry\n  its model")
         halves = "" if batch == 40 else "in two launches, each of half the sequences: "
-        assert self.backend.details(spec) == ([halves + "a geometry"] * 2 if served else [])
+        told = [halves + "a geometry", "  its model"]
+        assert self.backend.details(spec) == (told * 2 if served else [])
 
     def test_halves_do_not_serve_where_the_whole_s_kernel_cannot_be_made(
         self, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from ecornn.backends.protocol import (
 )
 from ecornn.backends.samples import sample_by_sample
 from ecornn.errors import EcornnError
-from ecornn.kernels.persistent.choose import Request
+from ecornn.kernels.persistent.choose import Request, measured
 from ecornn.kernels.persistent.device import (
     build_side_by_side,
     chip,
@@ -30,12 +30,15 @@ from ecornn.kernels.persistent.device import (
     geometry,
     is_loaded,
     numbers_of,
+    too_few_at_once,
     too_old,
     unavailable,
 )
-from ecornn.kernels.persistent.model import describe
+from ecornn.kernels.persistent.model import explain
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.spec import RnnSpec
+
+_AS_MEASURED = "  the fastest of those that were measured for this size"
 
 
 class Persistent:
@@ -82,11 +85,12 @@ class Persistent:
                 return halves if isinstance(halves, str) else None
         if None not in found:
             return None
-        count = chip(torch.cuda.current_device()).multiprocessors
-        kernel = _requests(spec, batch)[len(found) - 1].kernel
+        device, request = torch.cuda.current_device(), _requests(spec, batch)[len(found) - 1]
+        if (waiting := too_few_at_once(request, device)) is not None:
+            return f"{waiting} ({request.kernel} pass of {spec.hidden} units, batch of {batch})"
         return (
             f"the weights of {spec.hidden} units, with a batch of {batch}, do not fit on the "
-            f"chip's {count} multiprocessors ({kernel} pass)"
+            f"chip's {chip(device).multiprocessors} multiprocessors ({request.kernel} pass)"
         )
 
     def _geometries(self, spec: RnnSpec, batch: int) -> list[Geometry | None] | str:
@@ -124,9 +128,13 @@ class Persistent:
         for request in _requests(spec, batch):
             found, halves = geometry(request, device), ""
             if found is None and batch > 1:
-                found = geometry(replace(request, batch=half_of(batch)), device)
+                request = replace(request, batch=half_of(batch))
+                found = geometry(request, device)
                 halves = "in two launches, each of half the sequences: "
-            told += [] if found is None else [halves + describe(found)]
+            if found is not None:
+                first, *model = explain(found, spec.hidden).splitlines()
+                told += [halves + first, *model]
+                told += [_AS_MEASURED] if found == measured(request) else []
         return told
 
     def forward(self, call: LayerCall) -> LayerResult:

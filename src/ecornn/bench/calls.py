@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.bench.contenders import Contender
 from ecornn.bench.problem import Problem, Values, make_layer
+from ecornn.bench.results import FORWARD_PLAN, TRAIN_PLAN
+from ecornn.planner import plan
 
 Named = dict[str, Tensor]
 Tensors = tuple[Tensor, ...]
@@ -78,13 +81,21 @@ class Call:
         names = [f"gradient of {name}" for name in ("input", *states, *weights)]
         return dict(zip(names, (self._padded(x), *others), strict=True))
 
-    def plan(self) -> str | None:
-        """Which backend runs the training call and how; None for layers that do not plan."""
+    def plans(self, *, captured: bool = False) -> dict[str, str]:
+        """Which backend runs the training call and how, and which the call without gradients:
+        another one where torch's kernels were the quicker. None for layers that do not plan.
+        `captured`: of the same calls in a CUDA graph."""
         explain = getattr(self.layer, "explain", None)
         if explain is None:
-            return None
-        plan = explain(self.input, self.state, **self.options)
-        return f"{plan.backend}, {plan.scope}, keeps {plan.keep}"
+            return {}
+        found: dict[str, str] = {}
+        for metric, with_gradients in ((TRAIN_PLAN, True), (FORWARD_PLAN, False)):
+            with torch.set_grad_enabled(with_gradients):
+                told = explain(self.input, self.state, **self.options)
+            if captured:
+                told = plan(replace(told.spec, captured=True))
+            found[metric] = f"{told.backend}, {told.scope}, keeps {told.keep}"
+        return found
 
     def _arrange(self, values: Values) -> Values:
         """Padded values as this call takes them."""
@@ -146,8 +157,8 @@ class Replay:
     def name_gradients(self, gradients: Tensors) -> Named:
         return self.call.name_gradients(gradients)
 
-    def plan(self) -> str | None:
-        return self.call.plan()
+    def plans(self) -> dict[str, str]:
+        return self.call.plans(captured=True)
 
 
 def capture(

@@ -61,10 +61,12 @@ LIMITS = (
     Limit(
         "rnn",
         ("LSTM", "forward_us"),
-        "cuDNN's persistent kernel is the one that runs forwards: ours spends on the input's "
-        "product (34 GFLOP), on reading 8 MiB of weights at each launch and on the marks what it "
-        "saves in its steps. Tried: marks fetched ahead, tiles measured anew. Not tried: all of "
-        "time in one piece, which needs the buffer of all gates",
+        "cuDNN's persistent kernel runs on both sides: without gradients the planner leaves this "
+        "size to torch, so what is compared is a call of that kernel through this package and "
+        "through torch.nn. Ours was the slower one when both were measured: it spends on the "
+        "input's product (34 GFLOP), on reading 8 MiB of weights at each launch and on the marks "
+        "what it saves in its steps, all of which are one piece of time and one launch already. "
+        "Tried: marks fetched ahead, tiles measured anew",
         {"hidden": (1024,), "batch": (16,), "dtype": ("fp16",)},
     ),
     Limit(
@@ -76,6 +78,18 @@ LIMITS = (
         "tiles of sequences (decision 0023), clusters that share what they read; from a graph the "
         "target is met",
         {"hidden": (1024,), "batch": (64,), "dtype": ("fp32",)},
+    ),
+    Limit(
+        "rnn",
+        ("keep", "peak_bytes"),
+        "of 16 sequences a weight's gradient is as large as T·B·H: the output, the cell states and "
+        "the gradients of the input and of both weights are 5 already, and these sums over pieces "
+        "of time, in float32, 2 more, so that no number of pieces keeps within 6 without rounding "
+        "a weight's gradient once a piece. Buffers up to 32 MiB are not cut for that reason: five "
+        "pieces backwards and two forwards would hold 8.6, and take five more launches, each of "
+        "which reads the weights anew: by the model (`launch_estimate`) 0.31 ms of a step of 1.7 "
+        "that takes too long beside keep=gates as it is",
+        {"batch": (16,)},
     ),
     Limit(
         "rnn",

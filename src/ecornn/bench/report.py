@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ecornn.bench.cases import Case
 from ecornn.bench.compare import judge, pairs, ratio
+from ecornn.bench.contenders import is_ours
 from ecornn.bench.draw import draw, missing
 from ecornn.bench.markdown import (
     both,
@@ -22,7 +23,7 @@ from ecornn.bench.markdown import (
 from ecornn.bench.plot import Plot, plots_of
 from ecornn.bench.profiling.record import BENCHMARK as PROFILER
 from ecornn.bench.profiling.report import profiler_section
-from ecornn.bench.results import Results, Row, layer_rows, read
+from ecornn.bench.results import FORWARD_PLAN, TRAIN_PLAN, Results, Row, layer_rows, read
 from ecornn.bench.targets import TARGETS
 from ecornn.bench.training.cases import BENCHMARK
 from ecornn.bench.training.report import training_section
@@ -41,6 +42,9 @@ it. [benchmarks.md](benchmarks.md) says how they are measured and what the figur
 """
 NOTHING_YET = "Nothing has been measured yet.\n"
 TIMES = ("forward_us", "train_us")
+#: The backend that is torch's own kernels, as plans name it.
+TORCH_S = "aten"
+BY_TORCH = "Run by torch's kernels: passes of ecornn whose times say nothing of kernels of its own"
 
 CasesByContenders = dict[tuple[str, ...], dict[Case, dict[str, Row]]]
 
@@ -99,6 +103,7 @@ def _section(name: str, results: Results) -> str:
     groups = _by_contenders(results.rows)
     for contenders, cases in groups.items():
         parts.append(_times(contenders, cases))
+    parts.append(_left_to_torch(results.rows))
     for contenders, cases in groups.items():
         parts.append(_errors(contenders, cases))
         parts.append(_memory(contenders, cases))
@@ -132,6 +137,32 @@ def _times(contenders: Sequence[str], cases: Mapping[Case, Mapping[str, Row]]) -
         cells += [times_as_fast(rows[mine], rows[theirs]) for mine, theirs in compared]
         body.append([str(case), *cells])
     return f"{title}\n{table(heads, body)}"
+
+
+def _left_to_torch(rows: Iterable[Row]) -> str:
+    """Calls of ours whose plan names torch's kernels. Beside torch.nn they say what a call through
+    this package takes, and nothing of its own kernels."""
+    ours = [row for row in rows if is_ours(row.contender) and TRAIN_PLAN in row.metrics]
+    passes = [both(_passes_of_torch(row)) for row in ours]
+    listed_rows = [
+        f"- {row.contender}, {row.case}: {named}"
+        for row, named in zip(ours, passes, strict=True)
+        if named
+    ]
+    if listed_rows and len(set(passes)) == 1:
+        listed_rows = [f"- all: {passes[0]}"]
+    unknown = sum(FORWARD_PLAN not in row.metrics for row in ours)
+    if unknown:
+        listed_rows.append(
+            f"- not recorded of {unknown} of {len(ours)} rows, which are older than this list: "
+            "forward, and train in a graph; the planner may have left some to torch's kernels"
+        )
+    return f"{BY_TORCH}\n\n" + "\n".join(listed_rows) + "\n" if listed_rows else ""
+
+
+def _passes_of_torch(row: Row) -> list[str]:
+    plans = {"forward": row.metrics.get(FORWARD_PLAN), "train": row.metrics.get(TRAIN_PLAN)}
+    return [name for name, plan in plans.items() if str(plan).startswith(f"{TORCH_S}, ")]
 
 
 def times_as_fast(mine: Row, theirs: Row) -> str:

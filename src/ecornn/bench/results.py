@@ -22,9 +22,14 @@ from ecornn.errors import InvalidInput
 Scalar = str | int | float | bool | None
 AnyCase = Case | ModelCase
 
+#: How ours ran a training call, and how one without gradients; files of before the second was
+#: recorded have the first alone.
+TRAIN_PLAN, FORWARD_PLAN = "plan", "forward_plan"
+
 #: Metrics that are text; all others are numbers.
 TEXT_METRICS = (
-    "plan",
+    TRAIN_PLAN,
+    FORWARD_PLAN,
     "failed",
     "not_measured",
     "wrong",

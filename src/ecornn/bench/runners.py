@@ -22,9 +22,12 @@ from ecornn.bench.cases import Case
 from ecornn.bench.contenders import FLOOR_FORM, Contender, contenders_for
 from ecornn.bench.floor import ReplayedFloor
 from ecornn.bench.problem import Problem, Values, draw_problem, draw_values
-from ecornn.bench.results import Row
+from ecornn.bench.results import FORWARD_PLAN, TRAIN_PLAN, Row
 from ecornn.bench.timing import CallNow, Effort, clock_for, time_in_turns
 from ecornn.errors import InvalidInput
+
+#: Metrics that are known of a contender also where it has no figures.
+STAYING = ("error", TRAIN_PLAN, FORWARD_PLAN)
 
 #: Called with the rows of each case as soon as they are there.
 Receiver = Callable[[list[Row]], None]
@@ -46,7 +49,7 @@ class Entry:
     def drop(self, why: str, reason: str) -> None:
         """Out of the race: "failed" where it should have worked, "not_measured" where not."""
         self.call = None
-        self.metrics = {name: v for name, v in self.metrics.items() if name in ("error", "plan")}
+        self.metrics = {name: v for name, v in self.metrics.items() if name in STAYING}
         self.metrics[why] = reason
 
 
@@ -114,16 +117,16 @@ def prepare(contender: Contender, problem: Problem, values: Values) -> Entry:
     if contender.form == FLOOR_FORM:
         with dropped_if_it_raises(entry, "not_measured"):
             entry.call = ReplayedFloor(problem.case, problem.device)
-            entry.metrics["plan"] = entry.call.plan()
+            entry.metrics[TRAIN_PLAN] = entry.call.plan()
         return entry
     with dropped_if_it_raises(entry, "failed"):
         call = make_call(contender, problem, values)
-        plan = call.plan()
-        entry.metrics |= {} if plan is None else {"plan": plan}
+        entry.metrics |= call.plans()
         entry.call = call
     if contender.graph and isinstance(entry.call, Call):
         with dropped_if_it_raises(entry, "not_measured"):
-            entry.call = Replay(entry.call)
+            entry.call = replay = Replay(entry.call)
+            entry.metrics |= replay.plans()  # in a graph another backend may be the quicker
     return entry
 
 

@@ -150,12 +150,10 @@ KEEP_TARGETS: tuple[LayerTarget, ...] = (
         KEEP_STATES.name,
         at_most=2.1,
     ),
-    # Only at B = 64: at B = 16 the gates of all steps take 32 MiB, which the persistent backend
-    # makes in one piece on purpose (SMALL_BYTES there), as saving so little costs launches.
     MemoryTarget(
         "LSTM that keeps states alone: memory at the peak",
         "rnn",
-        {**KEEP_CASES, "batch": (64,)},
+        KEEP_CASES,
         "peak_bytes",
         KEEP_STATES.name,
         at_most=6,

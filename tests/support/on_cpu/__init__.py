@@ -19,7 +19,11 @@ from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.persistent.tile import Geometry, Tile, round_up
 
 HERE = Path(__file__).parent
-ARGUMENTS = {"forward": "ForwardArguments", "backward": "BackwardArguments"}
+ARGUMENTS = {
+    "forward": "ForwardArguments",
+    "backward": "BackwardArguments",
+    "exchange_floor": "FloorArguments",
+}
 
 #: By file: from where to where its text is replaced, and by what.
 REPLACED: dict[str, list[tuple[str, str, str]]] = {

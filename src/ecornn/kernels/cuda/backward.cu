@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   product.load_weights(a.weights[d]);
 
   // d_h: the part of the gradient of h that does not come through the product
-  float d_h[ITEMS], d_c[ITEMS], h_initial[ITEMS], c_initial[ITEMS], bias[ITEMS][PRE];
+  float d_h[ITEMS], d_c[ITEMS], bias[ITEMS][PRE];
   bool was_cut[ITEMS];
   int length[ITEMS];
   auto unit_of = [&](int i) { return unit0 + product.unit_of(i); };
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto state_at = [&](int i) { return states + size_t(sequence_of(i)) * hidden + unit_of(i); };
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
-    d_h[i] = d_c[i] = h_initial[i] = c_initial[i] = 0.0f;
+    d_h[i] = d_c[i] = 0.0f;
     was_cut[i] = false;
 #pragma unroll
     for (int k = 0; k < PRE; ++k) bias[i][k] = 0.0f;
@@ -153,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float sum[1];
     product.read_sums(slot, i, sum);
     if (!FEATURES || !was_cut[i]) return d_h[i] + sum[0];
-    h_initial[i] += d_h[i] + sum[0];
+    // in memory and not in registers, which are short: resets are seldom
+    if (a.d_h_initial) a.d_h_initial[state_at(i)] += d_h[i] + sum[0];
     return 0.0f;
   };
 
@@ -255,7 +256,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if (FEATURES) {
           was_cut[i] = cut[i];
-          if (cut[i] && CELL == 0) c_initial[i] += d_c[i], d_c[i] = 0.0f;
+          if (cut[i] && CELL == 0) {
+            if (a.d_c_initial) a.d_c_initial[state_at(i)] += d_c[i];
+            d_c[i] = 0.0f;
+          }
         }
 #pragma unroll
         for (int k = 0; k < STORED; ++k) bits[k] = unmarked(from_float(grad[k]));
@@ -297,10 +301,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
       a.d_h_out[state_at(i)] = h;
       if (CELL == 0) a.d_c_out[state_at(i)] = d_c[i];
-    }
-    if (FEATURES && a.d_h_initial) {
-      a.d_h_initial[state_at(i)] += h_initial[i];
-      if (CELL == 0) a.d_c_initial[state_at(i)] += c_initial[i];
     }
   }
   product.close_cluster();

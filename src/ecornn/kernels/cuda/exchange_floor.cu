@@ -1,5 +1,6 @@
 // The exchange of a forward pass and nothing else: at every step each block publishes its slice of
-// h and reads all of h, as forward.cu does. What this takes is the floor under any forward pass.
+// h and reads all of h, by the very loop of forward.cu. What this takes is the floor under any
+// forward pass.
 #define BACKWARD 0
 #define GATES (CELL == 0 ? 4 : CELL == 1 ? 3 : 1)
 #define OUTER GATES
@@ -28,14 +29,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (local > 0 && GRID) {
       const Published from{a.exchange + (size_t(local - 1) * a.batch + first) * product.padded,
                            product.padded};
-#pragma unroll
-      for (int piece = 0; piece < Product::PIECES; ++piece) {
-        uint4 v[AT_ONCE];
-        product.request(v, from, piece);
-        product.await(v, from, piece);
+      product.each_published(from, [&](int, const uint4(&v)[AT_ONCE]) {
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j) folded ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
-      }
+      });
     } else if (local > 0) {
       product.await_vectors(local - 1);
 #pragma unroll

@@ -345,7 +345,10 @@ struct Multiplier : Memory {
     for (int j = 0; j < AT_ONCE; ++j)
       if (k_of(chunk_of(piece * AT_ONCE + j)) >= INNER * padded) v[j] = make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ void multiply_published(float* partial, Published from) {
+  // take(piece, its vectors) for each piece, in order, once it has arrived; the next one is asked for
+  // before.
+  template <class Take>
+  __device__ __forceinline__ void each_published(Published from, Take take) {
     uint4 v[2][AT_ONCE];
     if (PIECES > 1) {
       // many loads that find nothing would stand in the way of the stores they wait for
@@ -355,11 +358,16 @@ struct Multiplier : Memory {
     }
     __syncwarp();
     request(v[0], from, 0);
-    Sums sums;
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       if (piece + 1 < PIECES) request(v[(piece + 1) & 1], from, piece + 1);
       await(v[piece & 1], from, piece);
+      take(piece, v[piece & 1]);
+    }
+  }
+  __device__ __forceinline__ void multiply_published(float* partial, Published from) {
+    Sums sums;
+    each_published(from, [&](int piece, const uint4(&v)[AT_ONCE]) {
 #pragma unroll
       for (int j = 0; j < AT_ONCE; j += ABREAST) {
         const int f = piece * AT_ONCE + j, c = chunk_of(f), n0 = tile_of(f);
@@ -367,11 +375,11 @@ struct Multiplier : Memory {
         if (c == 0) sums.clear();
         uint4 each[ABREAST];
 #pragma unroll
-        for (int n = 0; n < ABREAST; ++n) each[n] = v[piece & 1][j + n];
+        for (int n = 0; n < ABREAST; ++n) each[n] = v[j + n];
         add(sums, c, each);
         if (c == CHUNKS - 1) leave(sums, partial, n0);
       }
-    }
+    });
   }
 
   __device__ __forceinline__ static void accumulate(float (&even)[4], float (&odd)[4],

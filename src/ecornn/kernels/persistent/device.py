@@ -106,6 +106,23 @@ def _find_geometry(ask: Request, device: int) -> Geometry | None:
     return None
 
 
+def too_few_at_once(ask: Request, device: int) -> str | None:
+    """Of a request that has no geometry: that its blocks wait for each other, and the driver does
+    not run all of them at once; None where no tile holds the weights at all."""
+    found = next(iter(ranked(ask, chip(device))), None)
+    if found is None:
+        return None
+    needed = ask.share * blocks_needed(found, ask.share)
+    with torch.cuda.device(device):
+        make_context_current(device)
+        at_once = kernel(found.tile, architecture(device)).blocks_at_once()
+    return (
+        f"{needed} blocks have to run at the same time, since they wait for each other, and this "
+        f"GPU runs {at_once} of them: part of it belongs to another process or partition, or it "
+        "is too small"
+    )
+
+
 def numbers_of(dtype: torch.dtype) -> str | None:
     """How a dtype is multiplied; None if it is not. float32 follows torch's setting for RNNs."""
     if dtype == torch.float32:

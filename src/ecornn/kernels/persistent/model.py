@@ -144,16 +144,22 @@ def _weight_bytes(tile: Tile) -> int:
 
 
 def explain(geometry: Geometry, hidden: int) -> str:
-    """The estimate, term by term."""
+    """The estimate, term by term, the largest first."""
     tile = geometry.tile
     weights = WEIGHTS[tile.kernel, tile.grid]
-    lines = [describe(geometry), f"  {estimate(geometry, hidden):.2f} us a step by the model:"]
-    for name, count in terms(geometry, hidden).items():
-        if (cost := weights.get(name, 0.0) * count) >= 0.005:
-            lines.append(f"  {cost:6.2f} us  {name} ({count:g})")
+    counts = terms(geometry, hidden)
+    costs = {name: weights.get(name, 0.0) * count for name, count in counts.items()}
+    told = [
+        f"{cost:.2f} {name}" + (f" ({counts[name]:g})" if counts[name] != 1 else "")
+        for name, cost in sorted(costs.items(), key=lambda item: -item[1])
+        if cost >= 0.005
+    ]
+    summed = " + ".join(told)
     if _waits_for_little(tile):
-        lines.append(f"  × {WITHOUT_WAITS:g}: one block, which waits for little")
-    return "\n".join(lines)
+        summed = f"({summed}) × {WITHOUT_WAITS:g}, one block waits for little"
+    return (
+        f"{describe(geometry)}\n  {estimate(geometry, hidden):.2f} us a step by the model: {summed}"
+    )
 
 
 def describe(geometry: Geometry) -> str:
