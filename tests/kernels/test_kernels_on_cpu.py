@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ecornn.backends import persistent_calls, persistent_gradients
+from ecornn.backends import persistent_backward, persistent_calls, persistent_gradients
 from ecornn.backends.overlap import backward_schedule, forward_schedule
 from ecornn.backends.pair_kernels import Pass
 from ecornn.backends.persistent_pair import PlainPair
@@ -64,6 +64,8 @@ class Case(NamedTuple):
     buffers: int = 2
     #: Sequences of a tile; fewer than 8 are repeated.
     width: int = 8
+    #: As in `Tile`.
+    rounded: bool = True
 
     def __str__(self) -> str:
         named = ("features", "pieces")
@@ -71,6 +73,7 @@ class Case(NamedTuple):
         more += ["tf32"] if self.numbers == "tf32" else []
         more += [f"{self.at_once} at once"] if self.at_once else []
         more += [f"{self.width} repeated"] if self.width < 8 else []
+        more += [] if self.rounded else ["rounded by readers"]
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
         return "-".join([self.cell, dtype, size, self.regime, *more])
@@ -97,7 +100,10 @@ class Case(NamedTuple):
         abreast = max((g.tile.abreast for g in waits), default=1)
         widest = [g for g in waits if g.tile.abreast == abreast]
         least = min(widest, key=lambda g: g.all_blocks * g.tile.threads, default=None)
-        return least and replace(least, tile=replace(least.tile, partial_buffers=self.buffers))
+        options = {"rounded": self.rounded}
+        return least and replace(
+            least, tile=replace(least.tile, partial_buffers=self.buffers, **options)
+        )
 
     def call(self) -> LayerCall:
         generator = torch.Generator().manual_seed(3)
@@ -137,6 +143,8 @@ CASES = (
     Case("gru", BF16, 64, 29, directions=2, features=True, at_once=8),
     # so many weights in registers that shares are read late
     Case("lstm", FP32, 128, 5, numbers="tf32", buffers=1),
+    # gates' gradients that every reader rounds
+    Case("gru", FP32, 64, 9, numbers="tf32", rounded=False),
 )
 #: Relative error of a product's factor, ten bits after the first; two of them make a product.
 TF32_ERROR = 2**-11
@@ -346,6 +354,47 @@ def test_a_block_that_never_runs_is_given_up(
     monkeypatch.setattr(persistent_calls, "launcher", launcher)
     by_name("persistent").forward(case.call())
     assert [launcher.failed for launcher in made] == [1]
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("hidden", [64, 65])
+def test_gradients_are_rounded_once_as_every_reader_would(
+    cell: str, hidden: int, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: what is multiplied is the same. Of 65 units, whose gates' gradients are not what
+    is exchanged, and of a GRU's candidate, whose gradient for the input is not, nothing is
+    rounded."""
+    monkeypatch.setattr(persistent_calls, "launcher", lambda g, _: OnCpu(g, folder))
+    multiplied_as(monkeypatch, "tf32")
+    undo, undone = persistent_backward._undo, []
+
+    def noted(*given: Any) -> list[Tensor]:
+        found = undo(*given)
+        undone.append(found[0].clone())
+        return found
+
+    monkeypatch.setattr(persistent_backward, "_undo", noted)
+    state_grads = []
+    for rounded in (False, True):
+        case = Case(cell, FP32, hidden, 5, numbers="tf32", rounded=rounded)
+        monkeypatch.setattr(persistent_calls, "_LAUNCHES", {})
+        monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
+        call = case.call()
+        d_output = torch.ones(STEPS, 5, hidden)
+        _, found = run("persistent", call, ResultGrads(d_output, None, None, None))
+        state_grads.append(found.h0_DBR)
+    by_readers, once = undone
+    exchanged = (3 if cell == "gru" else 4) * hidden if hidden % 4 == 0 else 0
+    want = by_readers.clone()
+    want[:, :exchanged] = as_tf32(by_readers[:, :exchanged])
+    assert torch.equal(once, want)
+    assert torch.equal(once, by_readers) == (exchanged == 0)
+    assert torch.equal(*state_grads)
+
+
+def as_tf32(x: Tensor) -> Tensor:
+    """To nearest, ties away from zero."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 @pytest.mark.parametrize("regime", ["L2", "cluster"])

@@ -116,6 +116,15 @@ def test_sizes_that_end_inside_a_tile_compile_for(
     assert kernel.encode() in code
 
 
+def test_only_gradients_that_are_exchanged_as_tf32_are_rounded() -> None:
+    for kernel, numbers in product(KERNELS, NUMBERS):
+        found = {g.tile for g in ranked(Request(kernel, "lstm", numbers, 256, 4), HOPPER)}
+        assert {tile.grid for tile in found} == {False, True}
+        for tile in found:
+            rounds = tile.grid and (kernel, numbers) == ("backward", "tf32")
+            assert dict(tile.variant("sm_90a").constants)["ROUNDED"] == rounds
+
+
 @pytest.mark.parametrize("hidden", [85, 384, 1000, 1024])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_tile_knows_whether_the_inner_dimension_ends_inside_it(kernel: str, hidden: int) -> None:

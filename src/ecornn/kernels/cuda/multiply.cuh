@@ -9,12 +9,16 @@
 // Rounding to TF32 is adding half of the last bit that a product takes; the instruction looks for
 // NaNs as well, which for every value that arrives is one comparison too many. Through L2 values
 // arrive as they are stored, after `unmarked`; within a cluster they are rounded once, before they
-// are pushed. Backwards the bare addition makes the assembler spill.
+// are pushed. Backwards, where the bare addition makes the assembler spill, they are rounded once
+// as well, before they are stored (ROUNDED): none but products and the biases' sums read them.
+// Forwards what is stored is the output.
 __device__ __forceinline__ u32 factor(u32 published) {
-  return !GRID ? published : BACKWARD ? to_tf32(published) : published + 0x1000u;
+  return !GRID || ROUNDED ? published : BACKWARD ? to_tf32(published) : published + 0x1000u;
 }
+__device__ __forceinline__ Element stored(Element bits) { return ROUNDED ? to_tf32(bits) : bits; }
 __device__ __forceinline__ Element pushed(Element bits) { return GRID ? bits : to_tf32(bits); }
 #else
+__device__ __forceinline__ Element stored(Element bits) { return bits; }
 __device__ __forceinline__ Element pushed(Element bits) { return bits; }
 #endif
 

@@ -50,6 +50,9 @@ class Tile:
     features: bool = False
     #: Whether blocks that exchange through L2 have more of the inner dimension than there is.
     ragged: bool = False
+    #: Whether gates' gradients that are multiplied as TF32 are rounded to it once, where they are
+    #: published through L2, and not by everyone who reads them.
+    rounded: bool = True
 
     @property
     def element_bytes(self) -> int:
@@ -124,6 +127,10 @@ class Tile:
         return {"lstm": 7, "gru": 6}.get(self.cell, 2)
 
     @property
+    def _exchanges_tf32_gradients(self) -> bool:
+        return self.grid and self.kernel == "backward" and self.numbers == "tf32"
+
+    @property
     def weight_registers(self) -> int:
         return self.register_tiles * self.chunks * 8
 
@@ -162,6 +169,7 @@ class Tile:
             "WIDTH": self.width,
             "FEATURES": int(self.features),
             "RAGGED": int(self.ragged),
+            "ROUNDED": int(self.rounded and self._exchanges_tf32_gradients),
             "SHARED_BYTES": self.shared_bytes,
         }
         return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))

@@ -137,7 +137,8 @@ def entry(ask: Request, geometry: Geometry, microseconds: float) -> dict[str, An
     for name in ("features", "share"):  # cost nothing that a tile depends on, and is always one
         del request[name]
     tile = asdict(geometry.tile)
-    for name in ("kernel", "cell", "numbers", "features", "ragged"):
+    # those of the request, and what changes the result
+    for name in ("kernel", "cell", "numbers", "features", "ragged", "rounded"):
         del tile[name]
     return {
         "request": request,
