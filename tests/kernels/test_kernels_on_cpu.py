@@ -30,7 +30,7 @@ from ecornn.backends.protocol import (
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import shares
 from ecornn.kernels.persistent.choose import Request, candidates
-from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.persistent.tile import POLLING, Geometry
 from ecornn.kernels.reference import DirectionWeights
 from support.machine import HOPPER, Machine, make_call
 from support.on_cpu import OnCpu, unavailable
@@ -65,6 +65,7 @@ class Case(NamedTuple):
     #: Sequences of a tile; fewer than 8 are repeated.
     width: int = 8
     #: As in `Tile`.
+    polling: str = "first"
     rounded: bool = True
 
     def __str__(self) -> str:
@@ -73,6 +74,7 @@ class Case(NamedTuple):
         more += ["tf32"] if self.numbers == "tf32" else []
         more += [f"{self.at_once} at once"] if self.at_once else []
         more += [f"{self.width} repeated"] if self.width < 8 else []
+        more += [self.polling] if self.polling != "first" else []
         more += [] if self.rounded else ["rounded by readers"]
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
@@ -100,7 +102,7 @@ class Case(NamedTuple):
         abreast = max((g.tile.abreast for g in waits), default=1)
         widest = [g for g in waits if g.tile.abreast == abreast]
         least = min(widest, key=lambda g: g.all_blocks * g.tile.threads, default=None)
-        options = {"rounded": self.rounded}
+        options = {"polling": self.polling, "rounded": self.rounded}
         return least and replace(
             least, tile=replace(least.tile, partial_buffers=self.buffers, **options)
         )
@@ -145,6 +147,13 @@ CASES = (
     Case("lstm", FP32, 128, 5, numbers="tf32", buffers=1),
     # gates' gradients that every reader rounds
     Case("gru", FP32, 64, 9, numbers="tf32", rounded=False),
+    # every way to wait, of several pieces: sizes that end inside a tile, tiles abreast
+    Case("lstm", BF16, 24, 17, polling="first kept"),
+    Case("lstm", BF16, 24, 17, polling="all"),
+    Case("lstm", BF16, 24, 17, polling="all delayed"),
+    Case("gru", BF16, 64, 9, polling="first kept", features=True),
+    Case("gru", BF16, 64, 9, polling="all", features=True),
+    Case("gru", FP32, 24, 9, "L2 and clusters", polling="all delayed", numbers="tf32"),
 )
 #: Relative error of a product's factor, ten bits after the first; two of them make a product.
 TF32_ERROR = 2**-11
@@ -341,10 +350,11 @@ def stacked(
     return [results[1].output_TBO, *left], [d_output, *d_states, *d_weights]
 
 
+@pytest.mark.parametrize("polling", POLLING)
 def test_a_block_that_never_runs_is_given_up(
-    machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+    polling: str, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, made = Case("gru", BF16, 24, 5), []
+    case, made = Case("gru", BF16, 24, 17, polling=polling), []
 
     def launcher(geometry: Geometry, _device: Any) -> OnCpu:
         made.append(OnCpu(geometry, folder, missing=1))

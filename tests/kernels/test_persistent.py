@@ -43,7 +43,15 @@ from ecornn.kernels.persistent.gradients import (
 )
 from ecornn.kernels.persistent.model import describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
-from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile, round_up
+from ecornn.kernels.persistent.tile import (
+    CELLS,
+    NUMBERS,
+    POLLING,
+    TILE_ROWS,
+    Geometry,
+    Tile,
+    round_up,
+)
 from ecornn.kernels.persistent.tune import entry, finalists
 from ecornn.spec import GATES
 
@@ -113,6 +121,20 @@ def test_sizes_that_end_inside_a_tile_compile_for(
     found = ranked(Request(kernel, "lstm", "bf16", 1000, 5), CHIPS[arch])
     tile = next(g.tile for g in found if g.tile.ragged)
     code = build_for(tile.variant(arch), optimizes(arch, 0), monkeypatch)
+    assert kernel.encode() in code
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("polling", POLLING[1:])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_way_to_wait_compiles_for(
+    arch: str, polling: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ranked(Request(kernel, "lstm", "tf32", 384, 5), CHIPS[arch])
+    tile = next(g.tile for g in found if g.tile.grid)
+    tile = replace(tile, polling=polling, rounded=False)
+    code = build_for(tile.variant(arch), False, monkeypatch)
     assert kernel.encode() in code
 
 

@@ -275,6 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int k = 0; k < STORED; ++k) shown[i][k] = bits[k];
       if (!TRAILING) show(i);
     }
+    product.note_publication();
     if (GRID && local + AHEAD < a.steps) product.prefetch_marks(exchange, AHEAD);
     if (local > 0) product.release_sums();
     if (!TRAILING) d_gates.move();
