@@ -10,13 +10,13 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ecornn.backends import persistent_calls, persistent_gradients
+from ecornn.backends import persistent_calls
 from ecornn.backends.overlap import backward_schedule, forward_schedule
 from ecornn.backends.pair_kernels import Pass
 from ecornn.backends.persistent_pair import PlainPair
@@ -24,17 +24,26 @@ from ecornn.backends.protocol import (
     BackwardRequest,
     CallGrads,
     LayerCall,
-    LayerResult,
     ResultGrads,
     present,
 )
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import shares
-from ecornn.kernels.persistent.choose import Request, candidates
+from ecornn.kernels.persistent.choose import Request
 from ecornn.kernels.persistent.floor import FloorArguments
-from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.persistent.tile import POLLING, Geometry
 from ecornn.kernels.reference import DirectionWeights
-from support.machine import HOPPER, Machine, make_call
+from support.kernel_cases import (
+    BF16,
+    FP32,
+    STEPS,
+    TF32_ERROR,
+    Case,
+    converted,
+    multiplied_as,
+    run,
+)
+from support.machine import Machine
 from support.on_cpu import OnCpu, built, unavailable
 from support.tolerances import assert_matches, tolerance
 
@@ -44,75 +53,6 @@ pytestmark = [
     pytest.mark.no_cover,
 ]
 
-STEPS = 5
-#: More would have the machine do little but change between them.
-MOST_THREADS = 1100
-
-
-class Case(NamedTuple):
-    cell: str
-    dtype: torch.dtype
-    hidden: int
-    batch: int
-    regime: str = "L2"  # or "L2 and clusters", "cluster", "one block"
-    directions: int = 1
-    features: bool = False
-    pieces: bool = False
-    #: How float32 is multiplied: three products are exact enough to be compared closely.
-    numbers: str = "tf32x3"
-    #: How many vectors are loaded together, if not as few as there is a tile for.
-    at_once: int = 0
-    #: Of partial sums; one where shared memory is short.
-    buffers: int = 2
-    #: Sequences of a tile; fewer than 8 are repeated.
-    width: int = 8
-
-    def __str__(self) -> str:
-        named = ("features", "pieces")
-        more = [name for name in named if getattr(self, name)]
-        more += ["tf32"] if self.numbers == "tf32" else []
-        more += [f"{self.at_once} at once"] if self.at_once else []
-        more += [f"{self.width} repeated"] if self.width < 8 else []
-        size = f"{self.hidden}x{self.batch}x{self.directions}"
-        dtype = str(self.dtype).removeprefix("torch.")
-        return "-".join([self.cell, dtype, size, self.regime, *more])
-
-    def fits(self, geometry: Geometry) -> bool:
-        tile = geometry.tile
-        regime = (
-            ("L2" if tile.cluster == 1 else "L2 and clusters")
-            if tile.grid
-            else ("one block" if tile.cluster == 1 else "cluster")
-        )
-        return (
-            regime == self.regime
-            and tile.width == self.width
-            and geometry.all_blocks * tile.threads <= MOST_THREADS
-        )
-
-    def geometry(self, ask: Request, _device: Any) -> Geometry | None:
-        """One that waits for several loads in turn, where there is one; of those, one that
-        multiplies the most sequences abreast."""
-        found = [g for g in candidates(ask, HOPPER) if self.fits(g)]
-        found = [g for g in found if self.at_once in (0, g.tile.at_once)]
-        waits = [g for g in found if g.tile.chunks * g.tile.batch_tiles > g.tile.at_once] or found
-        abreast = max((g.tile.abreast for g in waits), default=1)
-        widest = [g for g in waits if g.tile.abreast == abreast]
-        least = min(widest, key=lambda g: g.all_blocks * g.tile.threads, default=None)
-        return least and replace(least, tile=replace(least.tile, partial_buffers=self.buffers))
-
-    def call(self) -> LayerCall:
-        generator = torch.Generator().manual_seed(3)
-        more: dict[str, Any] = {}
-        if self.features:
-            more["lengths_B"] = torch.randint(0, STEPS + 1, (self.batch,), generator=generator)
-            more["resets_TB"] = torch.rand(STEPS, self.batch, generator=generator) < 0.3
-            more["reset_to"] = "initial" if self.batch % 2 else "zero"
-        sizes = {"directions": self.directions, "steps": STEPS, "batch": self.batch}
-        return converted(make_call(self.cell, self.hidden, **sizes, **more), self.dtype)
-
-
-BF16, FP32 = torch.bfloat16, torch.float32
 CASES = (
     Case("lstm", BF16, 129, 9),
     Case("lstm", BF16, 24, 17, pieces=True),
@@ -140,57 +80,16 @@ CASES = (
     Case("gru", BF16, 64, 29, directions=2, features=True, at_once=8),
     # so many weights in registers that shares are read late
     Case("lstm", FP32, 128, 5, numbers="tf32", buffers=1),
+    # gates' gradients that every reader rounds
+    Case("gru", FP32, 64, 9, numbers="tf32", rounded=False),
+    # every way to wait, of several pieces: sizes that end inside a tile, tiles abreast
+    Case("lstm", BF16, 24, 17, polling="first kept"),
+    Case("lstm", BF16, 24, 17, polling="all"),
+    Case("lstm", BF16, 24, 17, polling="all delayed"),
+    Case("gru", BF16, 64, 9, polling="first kept", features=True),
+    Case("gru", BF16, 64, 9, polling="all", features=True),
+    Case("gru", FP32, 24, 9, "L2 and clusters", polling="all delayed", numbers="tf32"),
 )
-#: Relative error of a product's factor, ten bits after the first; two of them make a product.
-TF32_ERROR = 2**-11
-INFINITY = 0x7F800000  # its bits
-
-
-def converted(call: LayerCall, dtype: torch.dtype) -> LayerCall:
-    c0 = None if call.c0_DBH is None else call.c0_DBH.to(dtype)
-    return replace(
-        call,
-        input_TBI=call.input_TBI.to(dtype),
-        h0_DBR=call.h0_DBR.to(dtype),
-        c0_DBH=c0,
-        weights=tuple(w.to(dtype) for w in call.weights),
-    )
-
-
-def run(name: str, call: LayerCall, grads: ResultGrads) -> tuple[LayerResult, CallGrads]:
-    result = by_name(name).forward(call)
-    return result, by_name(name).backward(call, result, grads, BackwardRequest())
-
-
-def multiplied_as(monkeypatch: pytest.MonkeyPatch, wide: str) -> None:
-    for module in (persistent_calls, persistent_gradients):
-        numbers = lambda dtype: wide if dtype == FP32 else "bf16"  # noqa: E731
-        monkeypatch.setattr(module, "numbers_of", numbers)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    machine = Machine()
-    machine.install(monkeypatch)
-    multiplied_as(monkeypatch, "tf32x3")
-    monkeypatch.setattr(persistent_gradients, "is_small", lambda *_, **__: False)
-    mm, addmm = torch.mm, torch.addmm
-
-    def widened(a: Tensor, b: Tensor, out_dtype: Any = None, **more: Any) -> Tensor:
-        return mm(a, b, **more) if out_dtype is None else mm(a.float(), b.float())
-
-    def added(c: Tensor, a: Tensor, b: Tensor, out_dtype: Any = None, **more: Any) -> Tensor:
-        return addmm(c, a if out_dtype is None else a.float(), b.to(c.dtype), **more)
-
-    # torch has these with another dtype for CUDA alone
-    monkeypatch.setattr(torch, "mm", widened)
-    monkeypatch.setattr(torch, "addmm", added)
-    return machine
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -336,10 +235,11 @@ def stacked(
     return [results[1].output_TBO, *left], [d_output, *d_states, *d_weights]
 
 
+@pytest.mark.parametrize("polling", POLLING)
 def test_a_block_that_never_runs_is_given_up(
-    machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+    polling: str, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, made = Case("gru", BF16, 24, 5), []
+    case, made = Case("gru", BF16, 24, 17, polling=polling), []
 
     def launcher(geometry: Geometry, _device: Any) -> OnCpu:
         made.append(OnCpu(geometry, folder, missing=1))
@@ -349,28 +249,6 @@ def test_a_block_that_never_runs_is_given_up(
     monkeypatch.setattr(persistent_calls, "launcher", launcher)
     by_name("persistent").forward(case.call())
     assert [launcher.failed for launcher in made] == [1]
-
-
-@pytest.mark.parametrize("regime", ["L2", "cluster"])
-@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, INFINITY])
-def test_a_sequence_that_is_no_number_stays_so_and_alone(
-    bits: int, regime: str, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NaNs of all bits and of the last alone, the mark itself, and infinity, as one unit's initial
-    state: of several infinities a product would make NaNs."""
-    case = Case("rnn_relu", FP32, 24, 3, regime, numbers="tf32")
-    monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
-    monkeypatch.setattr(persistent_calls, "launcher", lambda g, _: OnCpu(g, folder))
-    multiplied_as(monkeypatch, "tf32")
-    call = case.call()
-    call.h0_DBR[0, 1, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
-    found = by_name("persistent").forward(call).output_TBO
-    want = by_name("reference").forward(converted(call, torch.float64)).output_TBO
-    others = [0, 2]
-    assert_matches(found[:, others], want[:, others], 2 * TF32_ERROR * STEPS**0.5)
-    assert torch.equal(found[:, 1].isnan(), want[:, 1].isnan())
-    assert torch.equal(found[:, 1].isinf(), want[:, 1].isinf())
-    assert (want[:, 1].isinf() if bits == INFINITY else want[:, 1].isnan()).any()
 
 
 @pytest.mark.parametrize(

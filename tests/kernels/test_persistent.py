@@ -21,7 +21,7 @@ from ecornn.kernels.jit import CompileError, Variant, build, compiler_unavailabl
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.jit.resources import Resources, resources
 from ecornn.kernels.losses import CrossEntropyArguments, CrossEntropyTile
-from ecornn.kernels.persistent import device
+from ecornn.kernels.persistent import device, tune
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.choose import (
     Chip,
@@ -43,8 +43,16 @@ from ecornn.kernels.persistent.gradients import (
 )
 from ecornn.kernels.persistent.model import WITHOUT_WAITS, describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
-from ecornn.kernels.persistent.tile import CELLS, NUMBERS, TILE_ROWS, Geometry, Tile, round_up
-from ecornn.kernels.persistent.tune import entry
+from ecornn.kernels.persistent.tile import (
+    CELLS,
+    NUMBERS,
+    POLLING,
+    TILE_ROWS,
+    Geometry,
+    Tile,
+    round_up,
+)
+from ecornn.kernels.persistent.tune import entry, finalists
 from ecornn.kernels.row_losses import READ_AS, RowLossArguments, RowLossTile
 from ecornn.spec import GATES
 
@@ -115,6 +123,29 @@ def test_sizes_that_end_inside_a_tile_compile_for(
     tile = next(g.tile for g in found if g.tile.ragged)
     code = build_for(tile.variant(arch), optimizes(arch, 0), monkeypatch)
     assert kernel.encode() in code
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("polling", POLLING[1:])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_way_to_wait_compiles_for(
+    arch: str, polling: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ranked(Request(kernel, "lstm", "tf32", 384, 5), CHIPS[arch])
+    tile = next(g.tile for g in found if g.tile.grid)
+    tile = replace(tile, polling=polling, rounded=False)
+    code = build_for(tile.variant(arch), False, monkeypatch)
+    assert kernel.encode() in code
+
+
+def test_only_gradients_that_are_exchanged_as_tf32_are_rounded() -> None:
+    for kernel, numbers in product(KERNELS, NUMBERS):
+        found = {g.tile for g in ranked(Request(kernel, "lstm", numbers, 256, 4), HOPPER)}
+        assert {tile.grid for tile in found} == {False, True}
+        for tile in found:
+            rounds = tile.grid and (kernel, numbers) == ("backward", "tf32")
+            assert dict(tile.variant("sm_90a").constants)["ROUNDED"] == rounds
 
 
 @pytest.mark.parametrize("hidden", [85, 384, 1000, 1024])
@@ -402,6 +433,23 @@ def test_a_table_of_other_sizes_is_not_followed(
         assert measured(ask) not in ranked(ask, HOPPER)
     finally:
         _table.cache_clear()
+
+
+@pytest.mark.parametrize(("frame_bytes", "measured_too"), [(0, True), (40, True), (200, False)])
+def test_tiles_that_hardly_spill_are_measured_too(
+    frame_bytes: int, measured_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Request("backward", "lstm", "tf32", 1024, 64)
+    more_under_way = ranked(ask, HOPPER)[1]
+    assert (more_under_way.tile.at_once, more_under_way.tile.abreast) == (4, 2)
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(tune, "chip", lambda device: HOPPER)
+    monkeypatch.setattr(tune, "compiled", lambda variant: variant)
+    spills = more_under_way.tile.variant("sm_90a")
+    monkeypatch.setattr(
+        tune, "resources", lambda v: Resources(255, frame_bytes if v == spills else 0)
+    )
+    assert (more_under_way in finalists(ask, 0, 4)) is measured_too
 
 
 def test_what_cannot_fit_has_no_candidates() -> None:

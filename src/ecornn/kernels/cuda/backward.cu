@@ -272,13 +272,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       } else if (product.has(i, product.padded - unit0)) {
 #pragma unroll
         for (int k = 0; k < INNER; ++k)
-          store_relaxed(exchange.at(s, unit) + k * product.padded, published[k]);
+          store_relaxed(exchange.at(s, unit) + k * product.padded, stored(published[k]));
       }
       // the next step waits for none of what follows
 #pragma unroll
       for (int k = 0; k < STORED; ++k) shown[i][k] = bits[k];
       if (!TRAILING) show(i);
     }
+    product.note_publication();
     if (GRID && local + AHEAD < a.steps) product.prefetch_marks(exchange, AHEAD);
     if (local > 0) product.release_sums();
     if (!TRAILING) d_gates.move();

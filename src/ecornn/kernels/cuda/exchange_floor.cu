@@ -56,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         store_relaxed(a.exchange + (size_t(local) * a.batch + first + s) * product.padded + unit,
                       bits[0]);
     }
+    product.note_publication();
   }
   if (!GRID) product.await_vectors(a.steps - 1);
   if (threadIdx.x == 0) a.seen[blockIdx.y * gridDim.x + blockIdx.x] = folded;

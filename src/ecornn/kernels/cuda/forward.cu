@@ -245,6 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       else
         show(i, shown);
     }
+    product.note_publication();
     product.release_sums();
     if (!TRAILING) move_on();
   };

@@ -9,12 +9,16 @@
 // Rounding to TF32 is adding half of the last bit that a product takes; the instruction looks for
 // NaNs as well, which for every value that arrives is one comparison too many. Through L2 values
 // arrive as they are stored, after `unmarked`; within a cluster they are rounded once, before they
-// are pushed. Backwards the bare addition makes the assembler spill.
+// are pushed. Backwards, where the bare addition makes the assembler spill, they are rounded once
+// as well, before they are stored (ROUNDED): none but products and the biases' sums read them.
+// Forwards what is stored is the output.
 __device__ __forceinline__ u32 factor(u32 published) {
-  return !GRID ? published : BACKWARD ? to_tf32(published) : published + 0x1000u;
+  return !GRID || ROUNDED ? published : BACKWARD ? to_tf32(published) : published + 0x1000u;
 }
+__device__ __forceinline__ Element stored(Element bits) { return ROUNDED ? to_tf32(bits) : bits; }
 __device__ __forceinline__ Element pushed(Element bits) { return GRID ? bits : to_tf32(bits); }
 #else
+__device__ __forceinline__ Element stored(Element bits) { return bits; }
 __device__ __forceinline__ Element pushed(Element bits) { return bits; }
 #endif
 
@@ -36,6 +40,14 @@ __device__ __forceinline__ uint4 gather(const Element* row, int k, int count) {
   return v.all;
 }
 
+// How a lane learns that its part of v has come through L2 (POLLING).
+enum Polling {
+  FIRST,       // polls its first vector alone where it needs many, and then loads them all
+  FIRST_KEPT,  // the same, but what was polled is not loaded again
+  ALL,         // loads all, and again those that still show the mark
+  ALL_DELAYED  // the same, some time after its block's own publication
+};
+
 // One time step's v as other blocks publish it: rows of sequences, `stride` elements apart.
 struct Published {
   const Element* rows;
@@ -47,11 +59,13 @@ struct Multiplier : Memory {
   int rank;            // in the cluster
   bool given_up;
   int* failed;
+  u32 published_at, delay;  // in cycles, where ALL_DELAYED
   u32 w[REGISTER_TILES][CHUNKS][2][4];
   float finished[BATCH_TILES][ROW_TILES][4];  // where DIRECT
 
   __device__ __forceinline__ Multiplier(int hidden, int sequences, int* failed)
-      : Memory(sequences), hidden(hidden), given_up(false), failed(failed) {
+      : Memory(sequences), hidden(hidden), given_up(false), failed(failed), delay(0) {
+    note_publication();
     padded = (hidden + VEC - 1) / VEC * VEC;
 #if CLUSTER > 1
     rank = cluster_rank();
@@ -304,16 +318,17 @@ struct Multiplier : Memory {
   }
   // A piece's vectors, whether they have arrived or not. No load is predicated: the compiler may
   // load into other registers and choose between those and zero, and then each load is waited for
-  // before the next.
-  __device__ __forceinline__ void request(uint4 (&v)[AT_ONCE], Published from, int piece) const {
+  // before the next. The first `kept` of them are there.
+  __device__ __forceinline__ void request(uint4 (&v)[AT_ONCE], Published from, int piece,
+                                          int kept = 0) const {
     const Element* rows[ABREAST];
 #pragma unroll
     for (int j = 0; j < AT_ONCE; ++j) {
       const int f = piece * AT_ONCE + j;
-      v[j] = make_uint4(0, 0, 0, 0);
+      if (j >= kept) v[j] = make_uint4(0, 0, 0, 0);
       if (f >= VECTORS) continue;
       if (RAGGED) {
-        v[j] = load_relaxed(place_of(from, f));
+        if (j >= kept) v[j] = load_relaxed(place_of(from, f));
         continue;
       }
       const Element*& row = rows[f % ABREAST];
@@ -321,7 +336,7 @@ struct Multiplier : Memory {
         row = row_of(from, tile_of(f));
         asm("" : "+l"(row));  // otherwise each load would reckon an address of its own
       }
-      v[j] = load_relaxed(row + chunk_of(f) * CHUNK);
+      if (j >= kept) v[j] = load_relaxed(row + chunk_of(f) * CHUNK);
     }
   }
   __device__ __forceinline__ static bool arrived(const uint4 (&v)[AT_ONCE]) {
@@ -330,14 +345,25 @@ struct Multiplier : Memory {
     for (int j = 0; j < AT_ONCE; ++j) marks.look(v[j]);
     return !marks.any();
   }
+  // Those again that have not.
+  __device__ __forceinline__ void renew(uint4 (&v)[AT_ONCE], Published from, int piece) const {
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j)
+      if (has_mark(v[j])) v[j] = load_relaxed(place_of(from, piece * AT_ONCE + j));
+  }
   __device__ __forceinline__ void await(uint4 (&v)[AT_ONCE], Published from, int piece) {
+    await(v, from, piece, [] {});
+  }
+  // `again` is called whenever the piece is asked for once more.
+  template <class Again>
+  __device__ __forceinline__ void await(uint4 (&v)[AT_ONCE], Published from, int piece,
+                                        Again again) {
     Patience patience;
     // all lanes together, since they multiply together
     while (!__all_sync(~0u, arrived(v))) {
       if (__any_sync(~0u, given_up || give_up(patience))) break;
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j)
-        if (has_mark(v[j])) v[j] = load_relaxed(place_of(from, piece * AT_ONCE + j));
+      renew(v, from, piece);
+      again();
     }
     if (!RAGGED) return;
     // the weights are zeros there, but zero times infinity is not
@@ -345,25 +371,52 @@ struct Multiplier : Memory {
     for (int j = 0; j < AT_ONCE; ++j)
       if (k_of(chunk_of(piece * AT_ONCE + j)) >= INNER * padded) v[j] = make_uint4(0, 0, 0, 0);
   }
+  // ---- when to ask first (ALL_DELAYED). A request that comes too early is made a second time, all
+  // the way to L2 and back, which takes several hundred cycles; one that comes too late costs as
+  // much as it is late. So the delay is such that one step of 17 asks too early.
+  static constexpr u32 LATER = 64, SOONER = 4, MOST_DELAY = 4096;
+  __device__ __forceinline__ void note_publication() {
+    if (POLLING == ALL_DELAYED) published_at = u32(clock64());
+  }
+  __device__ __forceinline__ void hold_back() const {
+    while (u32(clock64()) - published_at < delay) {
+    }
+  }
+  __device__ __forceinline__ void adapt_delay(bool too_early) {
+    delay = too_early ? min(delay + LATER, MOST_DELAY) : delay - min(delay, SOONER);
+  }
+
+  // Wait for the first vector; how many of a piece need not be loaded any more.
+  __device__ __forceinline__ int poll_first(uint4& v, Published from) {
+    // many loads that find nothing would stand in the way of the stores they wait for
+    Patience patience;
+    while (has_mark(v = load_relaxed(place_of(from, 0))) && !give_up(patience)) {
+    }
+    return POLLING == FIRST_KEPT;
+  }
   // take(piece, its vectors) for each piece, in order, once it has arrived; the next one is asked for
   // before.
   template <class Take>
   __device__ __forceinline__ void each_published(Published from, Take take) {
     uint4 v[2][AT_ONCE];
-    if (PIECES > 1) {
-      // many loads that find nothing would stand in the way of the stores they wait for
-      Patience patience;
-      while (has_mark(load_relaxed(place_of(from, 0))) && !give_up(patience)) {
-      }
-    }
+    int kept = 0;
+    bool too_early = false;
+    if (POLLING == ALL_DELAYED) hold_back();
+    if (POLLING <= FIRST_KEPT && PIECES > 1) kept = poll_first(v[0][0], from);
     __syncwarp();
-    request(v[0], from, 0);
+    request(v[0], from, 0, kept);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
-      if (piece + 1 < PIECES) request(v[(piece + 1) & 1], from, piece + 1);
-      await(v[piece & 1], from, piece);
+      uint4(&next)[AT_ONCE] = v[(piece + 1) & 1];
+      if (piece + 1 < PIECES) request(next, from, piece + 1);
+      await(v[piece & 1], from, piece, [&] {
+        too_early = true;
+        // with the next piece, which was asked for as early
+        if (POLLING >= ALL && piece + 1 < PIECES) renew(next, from, piece + 1);
+      });
       take(piece, v[piece & 1]);
     }
+    if (POLLING == ALL_DELAYED) adapt_delay(too_early);
   }
   __device__ __forceinline__ void multiply_published(float* partial, Published from) {
     Sums sums;

@@ -11,6 +11,8 @@ from ecornn.spec import GATES
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 #: Element types as the sources number them. "tf32" and "tf32x3" are float32 tensors.
 NUMBERS = ("bf16", "fp16", "tf32", "tf32x3")
+#: How a lane learns that its vectors have come through L2, as `multiply.cuh` numbers the ways.
+POLLING = ("first", "first kept", "all", "all delayed")
 #: Rows of a tensor-core product, and the sequences it takes at once.
 TILE_ROWS = 16
 TILE_SEQUENCES = 8
@@ -50,6 +52,11 @@ class Tile:
     features: bool = False
     #: Whether blocks that exchange through L2 have more of the inner dimension than there is.
     ragged: bool = False
+    #: Whether gates' gradients that are multiplied as TF32 are rounded to it once, where they are
+    #: published through L2, and not by everyone who reads them.
+    rounded: bool = True
+    #: One of `POLLING`.
+    polling: str = "first"
 
     @property
     def element_bytes(self) -> int:
@@ -124,6 +131,10 @@ class Tile:
         return {"lstm": 7, "gru": 6}.get(self.cell, 2)
 
     @property
+    def _exchanges_tf32_gradients(self) -> bool:
+        return self.grid and self.kernel == "backward" and self.numbers == "tf32"
+
+    @property
     def weight_registers(self) -> int:
         return self.register_tiles * self.chunks * 8
 
@@ -162,6 +173,8 @@ class Tile:
             "WIDTH": self.width,
             "FEATURES": int(self.features),
             "RAGGED": int(self.ragged),
+            "ROUNDED": int(self.rounded and self._exchanges_tf32_gradients),
+            "POLLING": POLLING.index(self.polling),
             "SHARED_BYTES": self.shared_bytes,
         }
         return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))
