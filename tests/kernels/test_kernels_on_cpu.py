@@ -83,10 +83,8 @@ CASES = (
     # gates' gradients that every reader rounds
     Case("gru", FP32, 64, 9, numbers="tf32", rounded=False),
     # every way to wait, of several pieces: sizes that end inside a tile, tiles abreast
-    Case("lstm", BF16, 24, 17, polling="first kept"),
     Case("lstm", BF16, 24, 17, polling="all"),
     Case("lstm", BF16, 24, 17, polling="all delayed"),
-    Case("gru", BF16, 64, 9, polling="first kept", features=True),
     Case("gru", BF16, 64, 9, polling="all", features=True),
     Case("gru", FP32, 24, 9, "L2 and clusters", polling="all delayed", numbers="tf32"),
 )

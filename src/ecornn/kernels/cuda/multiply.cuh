@@ -42,8 +42,7 @@ __device__ __forceinline__ uint4 gather(const Element* row, int k, int count) {
 
 // How a lane learns that its part of v has come through L2 (POLLING).
 enum Polling {
-  FIRST,       // polls its first vector alone where it needs many, and then loads them all
-  FIRST_KEPT,  // the same, but what was polled is not loaded again
+  FIRST,       // polls its first vector alone where it needs many, and then loads the others
   ALL,         // loads all, and again those that still show the mark
   ALL_DELAYED  // the same, some time after its block's own publication
 };
@@ -386,25 +385,23 @@ struct Multiplier : Memory {
     delay = too_early ? min(delay + LATER, MOST_DELAY) : delay - min(delay, SOONER);
   }
 
-  // Wait for the first vector; how many of a piece need not be loaded any more.
-  __device__ __forceinline__ int poll_first(uint4& v, Published from) {
+  __device__ __forceinline__ void poll_first(uint4& v, Published from) {
     // many loads that find nothing would stand in the way of the stores they wait for
     Patience patience;
     while (has_mark(v = load_relaxed(place_of(from, 0))) && !give_up(patience)) {
     }
-    return POLLING == FIRST_KEPT;
   }
   // take(piece, its vectors) for each piece, in order, once it has arrived; the next one is asked for
   // before.
   template <class Take>
   __device__ __forceinline__ void each_published(Published from, Take take) {
     uint4 v[2][AT_ONCE];
-    int kept = 0;
+    constexpr bool FIRST_ALONE = POLLING == FIRST && PIECES > 1;
     bool too_early = false;
     if (POLLING == ALL_DELAYED) hold_back();
-    if (POLLING <= FIRST_KEPT && PIECES > 1) kept = poll_first(v[0][0], from);
+    if (FIRST_ALONE) poll_first(v[0][0], from);
     __syncwarp();
-    request(v[0], from, 0, kept);
+    request(v[0], from, 0, FIRST_ALONE ? 1 : 0);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       uint4(&next)[AT_ONCE] = v[(piece + 1) & 1];

@@ -12,7 +12,7 @@ CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 #: Element types as the sources number them. "tf32" and "tf32x3" are float32 tensors.
 NUMBERS = ("bf16", "fp16", "tf32", "tf32x3")
 #: How a lane learns that its vectors have come through L2, as `multiply.cuh` numbers the ways.
-POLLING = ("first", "first kept", "all", "all delayed")
+POLLING = ("first", "all", "all delayed")
 #: Rows of a tensor-core product, and the sequences it takes at once.
 TILE_ROWS = 16
 TILE_SEQUENCES = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArgume
 from ecornn.kernels.persistent.choose import Request, ranked
 from ecornn.kernels.persistent.device import chip, failure_flag
 from ecornn.kernels.persistent.launch import architecture, kernel, launcher
-from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.persistent.tile import POLLING, Geometry
 from ecornn.spec import GATES
 
 STEPS = 128
@@ -31,14 +31,23 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def finalists(ask: Request, device: int, count: int) -> list[Geometry]:
-    """The model's best that hardly spill, and what was measured the best before."""
-    arch, found = architecture(device), []
+    """The model's best that hardly spill, and what was measured the best before, each with every
+    way to wait that it has: the model knows of none."""
+    arch, found, tiles = architecture(device), [], 0
     for geometry in ranked(ask, chip(device)):
         if resources(compiled(geometry.tile.variant(arch))).frame_bytes <= SMALL_FRAME:
-            found.append(geometry)
-        if len(found) == count:
+            found += waiting_ways(geometry)
+            tiles += 1
+        if tiles == count:
             break
     return found
+
+
+def waiting_ways(geometry: Geometry) -> list[Geometry]:
+    """The same with each way to wait for values that come through L2; itself first."""
+    tile = geometry.tile
+    ways = dict.fromkeys((tile.polling, *POLLING)) if tile.grid else (tile.polling,)
+    return [replace(geometry, tile=replace(tile, polling=way)) for way in ways]
 
 
 class _Problem:
