@@ -28,12 +28,13 @@ from ecornn.backends.protocol import (
     present,
 )
 from ecornn.backends.registry import by_name
+from ecornn.kernels.persistent import gradients as small_gradients
 from ecornn.kernels.persistent import shares
 from ecornn.kernels.persistent.choose import Request, candidates
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.reference import DirectionWeights
 from support.machine import HOPPER, Machine, make_call
-from support.on_cpu import OnCpu, unavailable
+from support.on_cpu import OnCpu, run_small, unavailable
 from support.tolerances import assert_matches, tolerance
 
 pytestmark = [
@@ -68,7 +69,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         named = ("features", "pieces")
         more = [name for name in named if getattr(self, name)]
-        more += ["tf32"] if self.numbers == "tf32" else []
+        more += [self.numbers] if self.numbers != "tf32x3" else []
         more += [f"{self.at_once} at once"] if self.at_once else []
         more += [f"{self.width} repeated"] if self.width < 8 else []
         size = f"{self.hidden}x{self.batch}x{self.directions}"
@@ -137,6 +138,16 @@ CASES = (
     Case("gru", BF16, 64, 29, directions=2, features=True, at_once=8),
     # so many weights in registers that shares are read late
     Case("lstm", FP32, 128, 5, numbers="tf32", buffers=1),
+    # on the ordinary units: every cell, regime and width, of which all but 8 leave columns out
+    Case("lstm", FP32, 129, 2, "L2 and clusters", width=2, numbers="ieee"),
+    Case("gru", FP32, 24, 9, "L2 and clusters", features=True, numbers="ieee"),
+    Case("gru", FP32, 24, 9, directions=2, pieces=True, numbers="ieee"),
+    Case("gru", FP32, 60, 3, width=4, numbers="ieee"),
+    Case("rnn_tanh", FP32, 85, 2, "cluster", width=2, numbers="ieee"),
+    Case("rnn_relu", FP32, 33, 1, width=1, features=True, numbers="ieee"),
+    Case("lstm", FP32, 40, 9, "one block", numbers="ieee"),
+    Case("gru", FP32, 24, 3, "one block", width=2, features=True, numbers="ieee"),
+    Case("lstm", FP32, 40, 3, "one block", width=1, directions=2, numbers="ieee"),
 )
 #: Relative error of a product's factor, ten bits after the first; two of them make a product.
 TF32_ERROR = 2**-11
@@ -333,6 +344,46 @@ def stacked(
     return [results[1].output_TBO, *left], [d_output, *d_states, *d_weights]
 
 
+#: Left and right tiles that end inside one, in all three dimensions.
+ROWS, INPUTS, UNITS = 70, 37, 20
+
+
+@pytest.mark.parametrize("numbers", ["tf32x3", "ieee"])
+def test_the_shares_of_small_layers(numbers: str, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x, w = (torch.randn(n, INPUTS, generator=generator) for n in (ROWS, 4 * UNITS))
+    found = torch.full((ROWS, 4 * UNITS), float("nan"))
+    places = [t.data_ptr() for t in (x, w, found)]
+    arguments = shares.ShareArguments(*places, ROWS, 4 * UNITS, INPUTS, 0)
+    blocks = shares.share_blocks(ROWS, 4 * UNITS)
+    run_small(shares.ShareTile(numbers), arguments, blocks, folder)
+    assert_matches(found, x.double() @ w.double().T, tolerance(FP32))
+
+
+@pytest.mark.parametrize("numbers", ["tf32x3", "ieee"])
+def test_the_gradients_of_small_layers(numbers: str, folder: Path) -> None:
+    batch, generator = 7, torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    d_gates, x, output = draw(ROWS, 4 * UNITS), draw(ROWS, INPUTS), draw(ROWS, UNITS)
+    h0, w_ih = draw(batch, UNITS), draw(4 * UNITS, INPUTS)
+    shapes = ((ROWS, INPUTS), (4 * UNITS, INPUTS), (4 * UNITS, UNITS), (4 * UNITS,), (4 * UNITS,))
+    found = [torch.full(shape, float("nan")) for shape in shapes]
+    places = [t.data_ptr() for t in (d_gates, x, output, h0, w_ih, *found)]
+    sizes = (ROWS, batch, UNITS, INPUTS, UNITS, 0, 0)
+    blocks = small_gradients.blocks("lstm", ROWS, UNITS, INPUTS, 1, needs_input=True)
+    tile = small_gradients.GradientTile("lstm", numbers, 1)
+    run_small(tile, small_gradients.GradientArguments(*places, *sizes), blocks, folder)
+    wide = d_gates.double()
+    before = torch.cat([h0, output[:-batch]]).double()
+    sums = wide.sum(0)
+    want = [wide @ w_ih.double(), wide.T @ x.double(), wide.T @ before, sums, sums]
+    for one, other in zip(found, want, strict=True):
+        assert_matches(one, other, tolerance(FP32))
+
+
 def test_a_block_that_never_runs_is_given_up(
     machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,16 +400,28 @@ def test_a_block_that_never_runs_is_given_up(
 
 
 @pytest.mark.parametrize("regime", ["L2", "cluster"])
-@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, INFINITY])
+@pytest.mark.parametrize(
+    ("bits", "numbers"),
+    [
+        *((bits, "tf32") for bits in (0x7FFFFFFF, 0x7F800001, -1, INFINITY)),
+        *((bits, "ieee") for bits in (-1, INFINITY)),
+    ],
+)
 def test_a_sequence_that_is_no_number_stays_so_and_alone(
-    bits: int, regime: str, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+    bits: int,
+    numbers: str,
+    regime: str,
+    machine: Machine,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NaNs of all bits and of the last alone, the mark itself, and infinity, as one unit's initial
     state: of several infinities a product would make NaNs."""
-    case = Case("rnn_relu", FP32, 24, 3, regime, numbers="tf32")
+    width = 4 if numbers == "ieee" and regime == "L2" else 8
+    case = Case("rnn_relu", FP32, 24, 3, regime, numbers=numbers, width=width)
     monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
     monkeypatch.setattr(persistent_calls, "launcher", lambda g, _: OnCpu(g, folder))
-    multiplied_as(monkeypatch, "tf32")
+    multiplied_as(monkeypatch, numbers)
     call = case.call()
     call.h0_DBR[0, 1, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     found = by_name("persistent").forward(call).output_TBO
