@@ -15,7 +15,12 @@ from ecornn.backends.protocol import LayerCall
 from ecornn.errors import InvalidInput, NoBackend
 from ecornn.kernels.persistent.arguments import FROZEN_AFTER_END, RESET_TO_INITIAL
 from ecornn.kernels.persistent.choose import Request
-from ecornn.kernels.persistent.device import failure_flag, geometry, numbers_of
+from ecornn.kernels.persistent.device import (
+    failure_flag,
+    geometry,
+    numbers_of,
+    torch_products,
+)
 from ecornn.kernels.persistent.launch import Launcher, launcher, set_all_bits
 from ecornn.kernels.persistent.tile import round_up
 from ecornn.spec import GATES
@@ -234,15 +239,12 @@ def column_sums(rows: Tensor) -> Tensor:
 @contextmanager
 def matching_products() -> Iterator[None]:
     """torch's own float32 products in the precision of the kernels: cuDNN multiplies a layer's
-    input as TF32 too where torch's setting for RNNs allows it."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision  # "none" is IEEE too
+    input as TF32 too where torch's setting for RNNs allows it. Beside three products of TF32 they
+    are IEEE's: torch has nothing that is closer."""
     wanted = "tf32" if numbers_of(torch.float32) == "tf32" else "ieee"
-    if (before == "tf32") == (wanted == "tf32"):
+    now = torch.backends.cuda.matmul.fp32_precision  # "none" is IEEE too
+    if (now == "tf32") == (wanted == "tf32"):
         yield
         return
-    matmul.fp32_precision = wanted
-    try:
+    with torch_products(wanted):
         yield
-    finally:
-        matmul.fp32_precision = before

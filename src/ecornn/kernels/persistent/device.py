@@ -107,17 +107,45 @@ def _find_geometry(ask: Request, device: int) -> Geometry | None:
 
 
 def numbers_of(dtype: torch.dtype) -> str | None:
-    """How a dtype is multiplied; None if it is not. float32 follows torch's setting for RNNs."""
+    """How a dtype is multiplied; None if it is not. float32 follows torch's settings."""
     if dtype == torch.float32:
-        return "tf32" if _tf32_allowed() else "tf32x3"
+        return _float32_numbers()
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
 
 
-def _tf32_allowed() -> bool:
-    rnn: Any = getattr(torch.backends.cudnn, "rnn", None)
-    if rnn is None:
-        return bool(torch.backends.cudnn.allow_tf32)
-    return bool(rnn.fp32_precision == "tf32")
+#: What torch's setting for matrix products was before `torch_products` replaced it.
+_REPLACED: list[str] = []
+
+
+def _float32_numbers() -> str:
+    """As the setting for RNNs says. Where it says nothing, which is what the older
+    `torch.backends.cudnn.allow_tf32 = False` makes of it, cuDNN multiplies as IEEE has it; and so
+    are we, unless matrix products may be of TF32: then a tensor core's are welcome, if they are as
+    good."""
+    rnn: Any = torch.backends.cudnn.rnn
+    wanted = rnn.fp32_precision
+    if wanted == "tf32":
+        return "tf32"
+    if wanted == "none":
+        replaced = next(iter(_REPLACED), None)
+        if (replaced or torch.backends.cuda.matmul.fp32_precision) == "tf32":
+            return "tf32x3"
+    return "ieee"
+
+
+@contextmanager
+def torch_products(precision: str) -> Iterator[None]:
+    """torch's own matrix products of float32 in another precision than its setting for them says,
+    while `numbers_of` goes on to read what that was."""
+    matmul = torch.backends.cuda.matmul
+    before: str = matmul.fp32_precision
+    _REPLACED.append(before)
+    try:
+        matmul.fp32_precision = precision
+        yield
+    finally:
+        matmul.fp32_precision = before
+        _REPLACED.remove(before)
 
 
 class FailureFlag:
