@@ -368,9 +368,12 @@ def test_it_says_so_and_is_chosen_where_it_pays() -> None:
     assert "dropout between" in layer.explain(x).explain()
 
 
-def test_float32_that_is_not_tf32(taken: list[int]) -> None:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+@pytest.mark.parametrize("numbers", ["tf32x3", "ieee"])
+def test_float32_that_is_not_tf32(numbers: str, taken: list[int]) -> None:
+    rnn = torch.backends.cudnn.rnn
+    before = rnn.fp32_precision
+    rnn.fp32_precision = "none" if numbers == "tf32x3" else numbers
+    assert device.numbers_of(torch.float32) == numbers
     try:
         layer = made("LSTM", 128, torch.float32)
         tensors = drawn(layer, 4, 65, torch.float32)
@@ -382,4 +385,4 @@ def test_float32_that_is_not_tf32(taken: list[int]) -> None:
             assert_matches(a, c, 4 * tolerance(torch.float32, 65, order=1))
         assert taken
     finally:
-        torch.backends.cudnn.allow_tf32 = before
+        rnn.fp32_precision = before

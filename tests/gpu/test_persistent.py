@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ecornn
 from ecornn.backends.protocol import BackwardRequest, LayerCall, ResultGrads
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import device
@@ -33,13 +34,14 @@ HALVES = (torch.bfloat16, torch.float16)
 TF32_BOUND = ONE_STEP[torch.float16]
 
 
-@pytest.fixture(params=["tf32", "ieee"])
+@pytest.fixture(params=["tf32", "tf32x3", "ieee"])
 def float32_products(request: Any) -> Any:
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    allowed = request.param == "tf32"
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = allowed
+    rnn = torch.backends.cudnn.rnn
+    before = rnn.fp32_precision
+    rnn.fp32_precision = "none" if request.param == "tf32x3" else request.param
+    assert device.numbers_of(torch.float32) == request.param
     yield request.param
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    rnn.fp32_precision = before
 
 
 #: One block, a cluster, and the whole chip; with every number of sequences a tile may hold.
@@ -58,6 +60,35 @@ def test_half_precision(cell: str, dtype: torch.dtype, hidden: int, batch: int) 
 def test_float32(cell: str, hidden: int, batch: int, float32_products: str) -> None:
     bound = TF32_BOUND if float32_products == "tf32" else None
     assert_like_the_definition(make_call(cell, torch.float32, hidden, batch, 33), bound)
+
+
+@pytest.mark.parametrize("float32_products", ["ieee"], indirect=True)
+@pytest.mark.parametrize(
+    ("hidden", "batch"),
+    # every width of a tile, by groups of sequences that the chip has room for, and odd sizes
+    [*SIZES, (512, 7), (1024, 1), (1024, 2), (1, 1), (7, 3), (100, 5), (333, 9), (1001, 2)],
+)
+@pytest.mark.parametrize("cell", CELLS)
+def test_ieee(cell: str, hidden: int, batch: int, float32_products: str) -> None:
+    assert_like_the_definition(make_call(cell, torch.float32, hidden, batch, 12, inputs=5))
+
+
+@pytest.mark.parametrize("float32_products", ["ieee"], indirect=True)
+@pytest.mark.parametrize("hidden", [40, 256, 1024])
+@pytest.mark.parametrize("cell", CELLS)
+def test_ieee_both_ways_with_ends_and_resets(cell: str, hidden: int, float32_products: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    lengths = torch.tensor([19, 1, 7, 18, 12, 3], device="cuda")
+    resets = torch.rand(19, 6, generator=generator, device="cuda") < 0.2
+    more: dict[str, Any] = {"lengths_B": lengths, "resets_TB": resets, "directions": 2}
+    assert_like_the_definition(make_call(cell, torch.float32, hidden, 6, 19, **more))
+
+
+def test_a_layer_says_how_it_multiplies(float32_products: str) -> None:
+    layer = ecornn.LSTM(256, 256, backend="persistent", device="cuda")
+    told = str(layer.explain(torch.randn(20, 4, 256, device="cuda")))
+    assert f"forward lstm {float32_products}:" in told
+    assert f"backward lstm {float32_products}:" in told
 
 
 @pytest.mark.parametrize(("hidden", "batch"), [(1, 1), (7, 3), (100, 5), (333, 9), (1001, 2)])

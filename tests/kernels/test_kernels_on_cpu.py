@@ -28,6 +28,7 @@ from ecornn.backends.protocol import (
     present,
 )
 from ecornn.backends.registry import by_name
+from ecornn.kernels.persistent import gradients as small_gradients
 from ecornn.kernels.persistent import shares
 from ecornn.kernels.persistent.choose import Request
 from ecornn.kernels.persistent.floor import FloorArguments
@@ -44,7 +45,7 @@ from support.kernel_cases import (
     run,
 )
 from support.machine import Machine
-from support.on_cpu import OnCpu, built, unavailable
+from support.on_cpu import OnCpu, built, run_small, unavailable
 from support.tolerances import assert_matches, tolerance
 
 pytestmark = [
@@ -87,6 +88,16 @@ CASES = (
     Case("lstm", BF16, 24, 17, polling="all delayed"),
     Case("gru", BF16, 64, 9, polling="all", features=True),
     Case("gru", FP32, 24, 9, "L2 and clusters", polling="all delayed", numbers="tf32"),
+    # on the ordinary units: every cell, regime and width, of which all but 8 leave columns out
+    Case("lstm", FP32, 129, 2, "L2 and clusters", width=2, numbers="ieee"),
+    Case("gru", FP32, 24, 9, "L2 and clusters", features=True, numbers="ieee"),
+    Case("gru", FP32, 24, 9, directions=2, pieces=True, numbers="ieee"),
+    Case("gru", FP32, 60, 3, width=4, numbers="ieee"),
+    Case("rnn_tanh", FP32, 85, 2, "cluster", width=2, numbers="ieee"),
+    Case("rnn_relu", FP32, 33, 1, width=1, features=True, numbers="ieee"),
+    Case("lstm", FP32, 40, 9, "one block", numbers="ieee"),
+    Case("gru", FP32, 24, 3, "one block", width=2, features=True, numbers="ieee"),
+    Case("lstm", FP32, 40, 3, "one block", width=1, directions=2, numbers="ieee"),
 )
 
 
@@ -231,6 +242,46 @@ def stacked(
     d_states = [joined(*parts) for parts in zip(*(b[1:3] for b in back), strict=True)]
     d_weights = [*back[0].weights, *back[1].weights]
     return [results[1].output_TBO, *left], [d_output, *d_states, *d_weights]
+
+
+#: Left and right tiles that end inside one, in all three dimensions.
+ROWS, INPUTS, UNITS = 70, 37, 20
+
+
+@pytest.mark.parametrize("numbers", ["tf32x3", "ieee"])
+def test_the_shares_of_small_layers(numbers: str, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x, w = (torch.randn(n, INPUTS, generator=generator) for n in (ROWS, 4 * UNITS))
+    found = torch.full((ROWS, 4 * UNITS), float("nan"))
+    places = [t.data_ptr() for t in (x, w, found)]
+    arguments = shares.ShareArguments(*places, ROWS, 4 * UNITS, INPUTS, 0)
+    blocks = shares.share_blocks(ROWS, 4 * UNITS)
+    run_small(shares.ShareTile(numbers), arguments, blocks, folder)
+    assert_matches(found, x.double() @ w.double().T, tolerance(FP32))
+
+
+@pytest.mark.parametrize("numbers", ["tf32x3", "ieee"])
+def test_the_gradients_of_small_layers(numbers: str, folder: Path) -> None:
+    batch, generator = 7, torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    d_gates, x, output = draw(ROWS, 4 * UNITS), draw(ROWS, INPUTS), draw(ROWS, UNITS)
+    h0, w_ih = draw(batch, UNITS), draw(4 * UNITS, INPUTS)
+    shapes = ((ROWS, INPUTS), (4 * UNITS, INPUTS), (4 * UNITS, UNITS), (4 * UNITS,), (4 * UNITS,))
+    found = [torch.full(shape, float("nan")) for shape in shapes]
+    places = [t.data_ptr() for t in (d_gates, x, output, h0, w_ih, *found)]
+    sizes = (ROWS, batch, UNITS, INPUTS, UNITS, 0, 0)
+    blocks = small_gradients.blocks("lstm", ROWS, UNITS, INPUTS, 1, needs_input=True)
+    tile = small_gradients.GradientTile("lstm", numbers, 1)
+    run_small(tile, small_gradients.GradientArguments(*places, *sizes), blocks, folder)
+    wide = d_gates.double()
+    before = torch.cat([h0, output[:-batch]]).double()
+    sums = wide.sum(0)
+    want = [wide @ w_ih.double(), wide.T @ x.double(), wide.T @ before, sums, sums]
+    for one, other in zip(found, want, strict=True):
+        assert_matches(one, other, tolerance(FP32))
 
 
 @pytest.mark.parametrize("polling", POLLING)

@@ -302,11 +302,68 @@ def test_no_other_rows_in_registers_would_spare_what_spills() -> None:
         assert tile.register_tiles == 1 or less.shared_bytes > CHIPS[arch].shared_bytes
 
 
-@pytest.mark.parametrize(("hidden", "batch"), [(64, 2), (384, 5), (1024, 16)])
+#: Nobody has measured any: what the model names is what runs.
+IEEE_ASKS = [
+    Request("forward", "lstm", "ieee", 64, 4),
+    Request("backward", "lstm", "ieee", 512, 4),
+    Request("forward", "gru", "ieee", 1024, 4, features=True),
+    Request("backward", "gru", "ieee", 256, 33),
+    Request("forward", "rnn_tanh", "ieee", 512, 64),
+    Request("backward", "lstm", "ieee", 1000, 3),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("ask", IEEE_ASKS, ids=str)
+def test_what_is_chosen_for_ieee_does_not_spill(ask: Request) -> None:
+    tile = ranked(ask, HOPPER)[0].tile
+    used = taken(tile)
+    assert used.frame_bytes == 0
+    assert used.registers * tile.threads <= 65536
+    assert abs(registers(tile) - used.registers) <= 50, tile
+
+
+@pytest.mark.parametrize(("batch", "width"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 8)])
+def test_ieee_leaves_out_columns_that_are_not_there(batch: int, width: int) -> None:
+    """Where sums meet in shared memory; else columns that are left out are repeated."""
+    found = list(candidates(Request("forward", "gru", "ieee", 256, batch), HOPPER))
+    own = {g.tile.width for g in found if g.group_batch == batch and not g.tile.direct}
+    assert own == {width}
+    for numbers in ("tf32", "tf32x3"):
+        other = candidates(Request("forward", "gru", numbers, 256, batch), HOPPER)
+        assert {g.tile.width for g in other if not g.tile.direct} == {8}
+
+
+def test_a_step_in_ieee_is_counted_by_its_units() -> None:
+    """Its products take longer than a tensor core's, of more columns longer still."""
+    fast = ranked(Request("forward", "lstm", "tf32", 512, 64), HOPPER)[0]
+    slow = replace(fast, tile=replace(fast.tile, numbers="ieee"))
+    assert estimate(slow, 512) > estimate(fast, 512)
+    narrow, wide = (
+        terms(replace(slow, tile=replace(slow.tile, width=width)), 512) for width in (1, 8)
+    )
+    name = "thousand cycles of ordinary units"
+    assert 0 < narrow[name] < wide[name] / 4
+    assert terms(fast, 512)[name] == 0 < terms(fast, 512)["products"]
+    assert wide["products"] == 0
+    told = explain(slow, 512)
+    assert "forward lstm ieee:" in told
+    assert name in told
+
+
+@pytest.mark.parametrize(
+    ("hidden", "batch", "numbers"),
+    [
+        *((64, 2, "bf16"), (384, 5, "bf16"), (1024, 16, "bf16")),
+        *((64, 2, "ieee"), (384, 5, "ieee"), (700, 12, "ieee")),
+    ],
+)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_as_many_rows_as_fit_are_in_registers(kernel: str, hidden: int, batch: int) -> None:
+def test_as_many_rows_as_fit_are_in_registers(
+    kernel: str, hidden: int, batch: int, numbers: str
+) -> None:
     """And where the estimate is close one less as well, if shared memory has room for it."""
-    asked = Request(kernel, "lstm", "bf16", hidden, batch)
+    asked = Request(kernel, "lstm", numbers, hidden, batch)
     found = {replace(g.tile, partial_buffers=2) for g in candidates(asked, HOPPER)}
     assert any(tile.register_tiles < tile.row_tiles for tile in found)
     for tile in found:
@@ -333,7 +390,10 @@ def test_registers_are_about_what_the_compiler_takes() -> None:
 ASKS = [
     Request(kernel, cell, numbers, hidden, batch, directions)
     for kernel in KERNELS
-    for cell, numbers in (("lstm", "bf16"), ("gru", "tf32"), ("rnn_tanh", "fp16"))
+    for cell, numbers in (
+        *(("lstm", "bf16"), ("gru", "tf32"), ("rnn_tanh", "fp16")),
+        *(("rnn_relu", "ieee"),),
+    )
     for hidden, batch in ((1, 1), (7, 3), (64, 64), (100, 5), (256, 16), (512, 33), (1024, 4))
     for directions in (1, 2)
 ]

@@ -69,16 +69,28 @@ def as_tf32(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("regime", ["L2", "cluster"])
-@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1, INFINITY])
+@pytest.mark.parametrize(
+    ("bits", "numbers"),
+    [
+        *((bits, "tf32") for bits in (0x7FFFFFFF, 0x7F800001, -1, INFINITY)),
+        *((bits, "ieee") for bits in (-1, INFINITY)),
+    ],
+)
 def test_a_sequence_that_is_no_number_stays_so_and_alone(
-    bits: int, regime: str, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+    bits: int,
+    numbers: str,
+    regime: str,
+    machine: Machine,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NaNs of all bits and of the last alone, the mark itself, and infinity, as one unit's initial
     state: of several infinities a product would make NaNs."""
-    case = Case("rnn_relu", FP32, 24, 3, regime, numbers="tf32")
+    width = 4 if numbers == "ieee" and regime == "L2" else 8
+    case = Case("rnn_relu", FP32, 24, 3, regime, numbers=numbers, width=width)
     monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
     monkeypatch.setattr(persistent_calls, "launcher", lambda g, _: OnCpu(g, folder))
-    multiplied_as(monkeypatch, "tf32")
+    multiplied_as(monkeypatch, numbers)
     call = case.call()
     call.h0_DBR[0, 1, 5] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     found = by_name("persistent").forward(call).output_TBO

@@ -149,7 +149,8 @@ def test_plans_follow_torch_s_setting_for_float32_on_a_gpu(monkeypatch: pytest.M
         stack, "plan", lambda spec: made.append(spec) or ExecutionPlan(spec, *["a test"] * 4)
     )
     spec = RnnSpec("lstm", 4, 4, device="cuda")
-    for numbers, plans in (("tf32", 1), ("tf32", 1), ("tf32x3", 2), ("tf32", 2)):
+    asked = (("tf32", 1), ("tf32", 1), ("tf32x3", 2), ("tf32", 2), ("ieee", 3), ("tf32x3", 3))
+    for numbers, plans in asked:
         monkeypatch.setattr(stack, "numbers_of", lambda _, numbers=numbers: numbers)
         stack.plan_from(*astuple(spec))
         assert len(made) == plans

@@ -300,14 +300,15 @@ class TestPersistent:
             ({"needs_grad": True}, True),
         ],
     )
+    @pytest.mark.parametrize("numbers", ["tf32x3", "ieee"])
     def test_leaves_more_to_cudnn_without_tf32(
-        self, changes: dict[str, Any], quicker: bool, monkeypatch: pytest.MonkeyPatch
+        self, numbers: str, changes: dict[str, Any], quicker: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from ecornn.backends import persistent
 
         monkeypatch.setattr(persistent, "too_old", lambda: None)
         monkeypatch.setattr(persistent.Persistent, "_does_not_fit", lambda self, spec: None)
-        monkeypatch.setattr(persistent, "numbers_of", lambda dtype: "tf32x3")
+        monkeypatch.setattr(persistent, "numbers_of", lambda dtype: numbers)
         spec = asked(device="cuda", input_size=64, hidden=64, dtype=torch.float32, **changes)
         assert ("quicker" in (self.backend.refuse(spec) or "")) == quicker
 

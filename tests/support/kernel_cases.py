@@ -53,7 +53,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         named = ("features", "pieces")
         more = [name for name in named if getattr(self, name)]
-        more += ["tf32"] if self.numbers == "tf32" else []
+        more += [self.numbers] if self.numbers != "tf32x3" else []
         more += [f"{self.at_once} at once"] if self.at_once else []
         more += [f"{self.width} repeated"] if self.width < 8 else []
         more += [self.polling] if self.polling != "first" else []

@@ -9,7 +9,7 @@ import typer
 from ecornn.cli.train import EXIT_BAD_INPUT
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-NUMBERS = ("bf16", "fp16", "tf32", "tf32x3")
+NUMBERS = ("bf16", "fp16", "tf32", "tf32x3", "ieee")
 
 
 def tune(
@@ -17,7 +17,7 @@ def tune(
     batch: Annotated[int, typer.Option(help="Sequences.")],
     cell: Annotated[str, typer.Option(help=f"One of {', '.join(CELLS)}.")] = "lstm",
     numbers: Annotated[
-        str, typer.Option(help="bf16, fp16, or float32 as tf32 or tf32x3 (three products).")
+        str, typer.Option(help="bf16, fp16, or float32 as tf32, tf32x3 (three products) or ieee.")
     ] = "bf16",
     bidirectional: Annotated[bool, typer.Option(help="Both directions at once.")] = False,
     tiles: Annotated[int, typer.Option(help="How many of the model's best to measure.")] = 12,

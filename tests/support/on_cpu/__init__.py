@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ecornn.kernels.jit.key import SOURCES
+from ecornn.kernels.persistent.gradients import GradientTile
+from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import Geometry, Tile, round_up
 
 HERE = Path(__file__).parent
@@ -23,7 +25,11 @@ ARGUMENTS = {
     "forward": "ForwardArguments",
     "backward": "BackwardArguments",
     "exchange_floor": "FloorArguments",
+    "shares": "ShareArguments",
+    "gradients": "GradientArguments",
 }
+#: Sources whose other assembly is of numbers or clusters that are not run here.
+PARTLY = ("numbers.cuh", "tiles.cuh", "gradients.cu")
 
 #: By file: from where to where its text is replaced, and by what.
 REPLACED: dict[str, list[tuple[str, str, str]]] = {
@@ -63,6 +69,13 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "product.cuh": [('asm volatile("fence.mbarrier_init', '"memory");', "")],
+    "tiles.cuh": [
+        (
+            "__shared__ __align__(16) Element tiles",
+            "of each factor\n",
+            "#define tiles (*reinterpret_cast<Element(*)[4 * SIDE]>(shared))\n",
+        )
+    ],
 }
 
 
@@ -80,7 +93,7 @@ def for_cpu(name: str, text: str) -> str:
     for begins, ends, other in REPLACED.get(name, ()):
         start = text.index(begins)
         text = text[:start] + other + text[text.index(ends, start) + len(ends) :]
-    assert name == "numbers.cuh" or not re.search(r"\basm\b", text), f"assembly is left in {name}"
+    assert name in PARTLY or not re.search(r"\basm\b", text), f"assembly is left in {name}"
     return text
 
 
@@ -103,18 +116,17 @@ def headers(folder: Path) -> Path:
 
 
 @cache
-def built(tile: Tile, folder: Path) -> Any:
+def built(tile: Tile | ShareTile | GradientTile, folder: Path) -> Any:
     """The launch function of a tile's kernel."""
     constants = dict(tile.variant("sm_90a").constants)
     key = hashlib.sha256(repr((tile.kernel, constants)).encode()).hexdigest()[:16]
     here = folder / key
     here.mkdir(exist_ok=True)
     for source in (SOURCES / f"{tile.kernel}.cu", *SOURCES.glob("*.cuh")):
-        if source.name == "tiles.cuh":
-            continue  # of other kernels
         (here / source.name).write_text(for_cpu(source.name, source.read_text()))
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    element = "unsigned short" if tile.element_bytes == 2 else "unsigned"
+    element = "unsigned short" if tile.numbers in ("bf16", "fp16") else "unsigned"
+    shared_bytes = "SHARED_BYTES" if isinstance(tile, Tile) else "sizeof(tiles)"
     (here / "main.cpp").write_text(
         f'''#include "cuda_on_cpu.h"
 {defined}using Exchanged = {element};
@@ -122,7 +134,7 @@ def built(tile: Tile, folder: Path) -> Any:
 extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, unsigned groups,
                    unsigned directions, const uintptr_t* exchanged, int missing, double seconds) {{
   return launch({tile.kernel}, arguments, Dim{{blocks, groups, directions}}, THREADS, CLUSTER,
-                SHARED_BYTES, exchanged, missing, seconds);
+                {shared_bytes}, exchanged, missing, seconds);
 }}
 '''
     )
@@ -130,6 +142,13 @@ extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, u
     includes = (f"-I{headers(folder)}", f"-I{HERE}", f"-I{here}")
     compiled("-shared", *includes, "-o", str(library), str(here / "main.cpp"))
     return ctypes.CDLL(str(library)).run
+
+
+def run_small(tile: ShareTile | GradientTile, arguments: Any, blocks: int, folder: Path) -> None:
+    """One of the kernels beside the recurrence, which wait for nobody."""
+    nothing = (ctypes.c_size_t * 4)()
+    run = built(tile, folder)
+    assert run(ctypes.byref(arguments), blocks, 1, 1, nothing, 0, ctypes.c_double(100.0)) == 0
 
 
 class OnCpu:

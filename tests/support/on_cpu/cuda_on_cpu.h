@@ -48,7 +48,7 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 struct Warp {
   std::barrier<> meeting{32};
   unsigned a[32][4], b[32][2];
-  float value[32];
+  unsigned value[2][32];
   bool vote[32];
 };
 struct Cluster {
@@ -83,12 +83,20 @@ static inline int votes(bool mine) {
 }
 static inline bool __all_sync(unsigned, bool mine) { return votes(mine) == 32; }
 static inline bool __any_sync(unsigned, bool mine) { return votes(mine) > 0; }
-static inline float __shfl_xor_sync(unsigned, float mine, int mask) {
-  warp_here->value[lane_here()] = mine;
+// One meeting is enough: whoever writes a place again has met all that have read it.
+static thread_local unsigned shuffles;
+template <class T>
+static inline T __shfl_sync(unsigned, T mine, int from) {
+  static_assert(sizeof(T) == 4);
+  auto& value = warp_here->value[++shuffles % 2];
+  std::memcpy(&value[lane_here()], &mine, 4);
   meet();
-  const float found = warp_here->value[lane_here() ^ mask];
-  meet();
+  T found;
+  std::memcpy(&found, &value[from], 4);
   return found;
+}
+static inline float __shfl_xor_sync(unsigned all, float mine, int mask) {
+  return __shfl_sync(all, mine, lane_here() ^ mask);
 }
 template <class T>
 static inline T __ldg(const T* place) {

@@ -26,7 +26,7 @@ constexpr int THREADS = WARPS * 32;
 static_assert(BATCH_TILES % ABREAST == 0, "batch tiles would be left over");
 static_assert(!GRID || AT_ONCE % ABREAST == 0, "what is multiplied together must arrive together");
 // chains of dependent products: with few tiles one chain would wait for its own results
-constexpr int CHAINS = ROW_TILES * ABREAST >= 4                          ? 1
+constexpr int CHAINS = DTYPE == 4 || ROW_TILES * ABREAST >= 4            ? 1
                        : !GRID && ROW_TILES * ABREAST == 1 && CHUNKS > 1 ? 4
                                                                          : 2;
 static_assert(UNITS % 8 == 0, "vectors would be split between blocks");
@@ -39,8 +39,12 @@ constexpr int TILE_UNITS = 16 / UNIT_ROWS;
 constexpr int SHEETS = ROW_TILES * TILE_UNITS / 8;  // of a warp, where there are
 static_assert(DIRECT ? ROW_WARPS * ROW_TILES * TILE_UNITS >= UNITS : BLOCK_ROWS >= ROWS,
               "rows are not covered");
-constexpr bool REPEATED = WIDTH < 8;
-static_assert(!REPEATED || (WIDTH <= 2 && DIRECT && !DEALT && SHEETS % 2 == 0 && BATCH_TILES == 1),
+// On the ordinary units each column takes its own instructions: where sums meet in shared memory, a
+// tile of few sequences has no more columns than these, and repeats none.
+constexpr bool REPEATED = WIDTH < 8 && DIRECT;
+static_assert(WIDTH == 8 || (BATCH_TILES == 1 && (DIRECT || DTYPE == 4)),
+              "columns would be left out");
+static_assert(!REPEATED || (WIDTH <= 2 && !DEALT && SHEETS % 2 == 0),
               "two sheets and at most two sequences are shared by the lanes of a row");
 constexpr int ITEMS = !DIRECT    ? (UNITS * SEQUENCES + THREADS - 1) / THREADS
                       : DEALT    ? ROW_TILES * BATCH_TILES

@@ -3,7 +3,7 @@
 // The inner dimension is permuted within each CHUNK, in W and v alike, so that the elements a lane
 // needs for two products lie side by side: one 16-byte load feeds both.
 #pragma once
-#include "memory.cuh"
+#include "columns.cuh"
 
 #if DTYPE == 2
 // Rounding to TF32 is adding half of the last bit that a product takes; the instruction looks for
@@ -211,15 +211,21 @@ struct Multiplier : Memory {
 
   // Of the batch tiles that are multiplied abreast.
   struct Sums {
-    float of[ABREAST][ROW_TILES][CHAINS][4];
+    float of[ABREAST][ROW_TILES][CHAINS][LANE_SUMS];
     __device__ __forceinline__ void clear() {
 #pragma unroll
-      for (int i = 0; i < ABREAST * ROW_TILES * CHAINS * 4; ++i) (&of[0][0][0][0])[i] = 0.0f;
+      for (int i = 0; i < ABREAST * ROW_TILES * CHAINS * LANE_SUMS; ++i)
+        (&of[0][0][0][0])[i] = 0.0f;
     }
   };
 
   // One chunk of v, of each of them, against all row tiles.
   __device__ __forceinline__ void add(Sums& sums, int c, const uint4 (&v)[ABREAST]) const {
+#if DTYPE == 4
+    Columns columns[ABREAST];
+#pragma unroll
+    for (int n = 0; n < ABREAST; ++n) columns[n].gather(v[n], q);
+#endif
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
       u32 a[2][4];
@@ -236,7 +242,11 @@ struct Multiplier : Memory {
       const int chain = CHAINS == 4 ? c % 2 * 2 : 0;
 #pragma unroll
       for (int n = 0; n < ABREAST; ++n)
+#if DTYPE == 4
+        accumulate(sums.of[n][m][chain], a, columns[n]);
+#else
         accumulate(sums.of[n][m][chain], sums.of[n][m][CHAINS == 1 ? 0 : chain + 1], a, v[n]);
+#endif
     }
   }
 
@@ -245,17 +255,21 @@ struct Multiplier : Memory {
 #pragma unroll
     for (int n = 0; n < ABREAST; ++n) leave(sums.of[n], partial, n0 + n);
   }
-  __device__ __forceinline__ void leave(const float (&sums)[ROW_TILES][CHAINS][4], float* partial,
-                                        int n) {
+  __device__ __forceinline__ void leave(const float (&sums)[ROW_TILES][CHAINS][LANE_SUMS],
+                                        float* partial, int n) {
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
       float total[4];
+#if DTYPE == 4
+      total_of(total, sums[m][0], q);
+#else
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         total[i] = sums[m][0][i];
 #pragma unroll
         for (int chain = 1; chain < CHAINS; ++chain) total[i] += sums[m][chain][i];
       }
+#endif
       if (DEALT) deal(finished[n][m], total);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -432,6 +446,7 @@ struct Multiplier : Memory {
     });
   }
 
+#if DTYPE != 4
   __device__ __forceinline__ static void accumulate(float (&even)[4], float (&odd)[4],
                                                     const u32 (&a)[2][4], uint4 v) {
 #if DTYPE <= 1
@@ -455,10 +470,11 @@ struct Multiplier : Memory {
     mma(odd, high[1], to_tf32(v.z), to_tf32(v.w));
 #endif
   }
+#endif
 
   // ---- v in shared memory
   __device__ __forceinline__ uint4 from_shared(int slot, int c, int n) const {
-    const int s = REPEATED ? g % WIDTH : n * 8 + g;
+    const int s = WIDTH < 8 ? g % WIDTH : n * 8 + g;
     return *reinterpret_cast<const uint4*>(vectors(slot) + s * VECTOR_ROW +
                                            k_of(c) * int(sizeof(Element)));
   }

@@ -1,6 +1,7 @@
 // The element types, their products on tensor cores, and the activations.
 //
-// DTYPE 0 bfloat16, 1 float16, 2 float32 multiplied as TF32, 3 float32 by three TF32 products.
+// DTYPE 0 bfloat16, 1 float16, 2 float32 multiplied as TF32, 3 float32 by three TF32 products, 4
+// float32 multiplied as IEEE has it, which tensor cores cannot: see columns.cuh and tiles.cuh.
 #pragma once
 #include "exchange.cuh"
 

@@ -79,6 +79,11 @@ __device__ __forceinline__ void right_fragments(u32 (&b)[4], const Element* tile
                                    : tile + (n + third * 8 + low) * NARROW + k + second * 8;
   load_matrices<ACROSS>(b, address_of(at));
 }
+#elif DTYPE == 4
+template <bool ACROSS>
+__device__ __forceinline__ Element at(const Element* tile, int outer, int inner) {
+  return ACROSS ? tile[inner * WIDE + outer] : tile[outer * NARROW + inner];
+}
 #else
 constexpr int STEP = 8;
 template <bool ACROSS>
@@ -101,6 +106,7 @@ __device__ __forceinline__ void right_fragments(u32 (&b)[4], const Element* tile
 }
 #endif
 
+#if DTYPE != 4
 __device__ __forceinline__ void add_product(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if DTYPE <= 1
   mma(c, a, b0, b1);
@@ -118,6 +124,7 @@ __device__ __forceinline__ void add_product(float (&c)[4], const u32 (&a)[4], u3
   mma(c, high, to_tf32(b0), to_tf32(b1));
 #endif
 }
+#endif
 
 struct Sums {
   float of[2][4][4];  // a warp has 32 × 32 of the tile
@@ -129,6 +136,26 @@ struct Sums {
   template <bool LEFT_ACROSS, bool RIGHT_ACROSS>
   __device__ __forceinline__ void add(const Element* left, const Element* right) {
     const int warp = threadIdx.x / 32, m = warp / 2 * 32, n = warp % 2 * 32;
+#if DTYPE == 4
+    // each lane its own sums, where tensor cores would leave them: see `each`
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll 8
+    for (int k = 0; k < DEPTH; ++k) {
+      float a[4], b[8];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = to_float(at<LEFT_ACROSS>(left, m + i * 8 + g, k));
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        b[j] = to_float(at<RIGHT_ACROSS>(right, n + j / 2 * 8 + q * 2 + j % 2, k));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          float& sum = of[i / 2][j / 2][i % 2 * 2 + j % 2];
+          sum = fmaf(a[i], b[j], sum);
+        }
+    }
+#else
 #pragma unroll
     for (int k = 0; k < DEPTH; k += STEP) {
       u32 a[2][4], b[2][4];
@@ -143,6 +170,7 @@ struct Sums {
         for (int j = 0; j < 4; ++j)
           add_product(of[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
+#endif
   }
   // give(row, column, value) for each of this thread's sums
   template <class Give>

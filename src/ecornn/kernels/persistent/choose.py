@@ -160,9 +160,18 @@ def registers(tile: Tile) -> int:
     pieces = -(-tile.chunks * tile.batch_tiles // tile.at_once)
     vectors = tile.at_once * 4 * min(2, pieces) if tile.grid else 20
     item = {"lstm": 11, "gru": 11, "rnn_tanh": 8, "rnn_relu": 8}[tile.cell] * tile.items
-    split = 30 if tile.numbers == "tf32x3" else 0  # a product's two parts
+    # a product's two parts; the columns that each lane has all of
+    split = {"tf32x3": 30, "ieee": 4 * tile.width * tile.abreast}.get(tile.numbers, 0)
     kernel = 79 if tile.kernel == "backward" else 74
-    return tile.weight_registers + vectors * 2 // 5 + tile.sums * 2 // 3 + item + split + kernel
+    found = tile.weight_registers + vectors * 2 // 5 + item + split + kernel
+    if tile.numbers != "ieee":
+        return found + tile.sums * 2 // 3
+    found += tile.sums + 12 * tile.ragged
+    if tile.width <= 2:
+        return found
+    # products of many columns take so long that more of what comes next waits beside them
+    beside = vectors * 2 // 5 + 2 * tile.row_tiles + 10 * (tile.owners > 1)
+    return found + beside + (10 * tile.batch_tiles if tile.batch_tiles > 1 else 0)
 
 
 def candidates(ask: Request, chip: Chip) -> Iterator[Geometry]:
@@ -225,15 +234,12 @@ def _tiles(
             k_chunks, batch_tiles = -(-own_chunks // k_warps), -(-group_batch // TILE_SEQUENCES)
             together = _at_once(k_chunks * batch_tiles) if grid else (1,)
             direct = not grid and k_warps == 1
-            widths = {
-                TILE_SEQUENCES,
-                group_batch if direct and group_batch <= 2 else TILE_SEQUENCES,
-            }
-            for at_once, abreast, width in product(together, (1, 2, 4), sorted(widths)):
+            widths = _widths(ask.numbers, direct, group_batch)
+            for at_once, abreast, width in product(together, (1, 2, 4), widths):
                 if batch_tiles % abreast or (grid and at_once % abreast):
                     continue
                 row_tiles = -(-tiles // row_warps)
-                if width < TILE_SEQUENCES and outer > 1:
+                if width < TILE_SEQUENCES and direct and outer > 1:
                     row_tiles = round_up(
                         row_tiles, 4
                     )  # lanes share units by twos, of two tiles each
@@ -247,6 +253,15 @@ def _tiles(
                         features=ask.features,
                     ).serving(ask.hidden)
                 )
+
+
+def _widths(numbers: str, direct: bool, group_batch: int) -> list[int]:
+    """Sequences that a batch tile may have."""
+    if direct:
+        return [group_batch, TILE_SEQUENCES] if group_batch <= 2 else [TILE_SEQUENCES]
+    if numbers == "ieee":  # what is not there is not multiplied
+        return [next((n for n in (1, 2, 4) if n >= group_batch), TILE_SEQUENCES)]
+    return [TILE_SEQUENCES]
 
 
 def _in_registers(tile: Tile) -> Iterator[Tile]:

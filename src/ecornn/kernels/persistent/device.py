@@ -126,15 +126,14 @@ def too_few_at_once(ask: Request, device: int) -> str | None:
 def numbers_of(dtype: torch.dtype) -> str | None:
     """How a dtype is multiplied; None if it is not. float32 follows torch's setting for RNNs."""
     if dtype == torch.float32:
-        return "tf32" if _tf32_allowed() else "tf32x3"
+        rnn: Any = torch.backends.cudnn.rnn
+        return _FLOAT32.get(rnn.fp32_precision, "ieee")
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
 
 
-def _tf32_allowed() -> bool:
-    rnn: Any = getattr(torch.backends.cudnn, "rnn", None)
-    if rnn is None:
-        return bool(torch.backends.cudnn.allow_tf32)
-    return bool(rnn.fp32_precision == "tf32")
+#: By that setting. "none" is what the older `torch.backends.cudnn.allow_tf32 = False` makes of it:
+#: who does not want TF32 is as well served by three products of it.
+_FLOAT32 = {"tf32": "tf32", "none": "tf32x3", "ieee": "ieee"}
 
 
 class FailureFlag:

@@ -3,7 +3,8 @@
 The terms are counts that follow from the tile; the weights were fitted to a thousand LSTM tiles
 measured on an H200 (bfloat16 and TF32, H from 64 to 2048, 1 to 64 sequences). 94 of a hundred are
 predicted within a quarter of what they take: enough to leave out what is hopeless, not to tell the
-two best apart, which is what the measured table in `tuned.json` is for.
+two best apart, which is what the measured table in `tuned.json` is for. IEEE float32 is multiplied
+by other units: its products are not fitted but counted, by the rates that the units have.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ WEIGHTS: dict[tuple[str, bool], dict[str, float]] = {
     },
 }
 
+#: Microseconds of a thousand cycles, at the 1.755 GHz that an H200 runs at.
+CYCLES = {"thousand cycles of ordinary units": 0.57}
+#: Cycles that a quarter of a multiprocessor is busy with a warp's shuffle; with an addition, one.
+SHUFFLE = 4
+
 
 #: Of the estimate of one block whose columns are repeated, which was not among those tiles: such a
 #: step waits for less. Measured were 0.5 to 0.6 of the estimate at 64 units, 0.8 at 128 in half
@@ -81,10 +87,13 @@ def terms(geometry: Geometry, hidden: int) -> dict[str, float]:
         items = min(items, tile.items)
     in_shared = (tile.row_tiles - tile.register_tiles) * tile.chunks * 2 * tile.threads * 16
     kilobytes = batch * tile.inner * hidden * tile.element_bytes / tile.owners / 1024
+    ieee, at_once = tile.numbers == "ieee", max(1.0, warps / 4)
+    products = tile.row_tiles * tile.chunks * 2 * batch_tiles
     found = {
         "start": 1.0,
         "chain": tile.chunks * batch_tiles,
-        "products": tile.row_tiles * tile.chunks * 2 * batch_tiles * max(1.0, warps / 4) / 64,
+        "products": 0.0 if ieee else products * at_once / 64,
+        "thousand cycles of ordinary units": ieee * batch_tiles * _cycles(tile) * at_once / 1000,
         "weights in shared memory": in_shared * -(-batch_tiles // tile.abreast) / 32768,
         "items": items - 1,
         "warps": warps,
@@ -102,6 +111,14 @@ def terms(geometry: Geometry, hidden: int) -> dict[str, float]:
     }
 
 
+def _cycles(tile: Tile) -> int:
+    """Of the ordinary units, for a batch tile's products in IEEE float32; see `columns.cuh`."""
+    multiplied = tile.row_tiles * tile.chunks * 8 * tile.width
+    gathered = tile.chunks * 4 * tile.width if tile.width > 1 else 0
+    added = tile.row_tiles * {1: 4, 2: 8}.get(tile.width, 12)
+    return multiplied + SHUFFLE * (gathered + added)
+
+
 def _through_l2(geometry: Geometry, batch_tiles: int, kilobytes: float) -> dict[str, float]:
     tile = geometry.tile
     pieces = -(-tile.chunks * batch_tiles // tile.at_once)
@@ -117,13 +134,13 @@ def _through_l2(geometry: Geometry, batch_tiles: int, kilobytes: float) -> dict[
 
 def estimate(geometry: Geometry, hidden: int) -> float:
     """Microseconds a step."""
-    weights = WEIGHTS[geometry.tile.kernel, geometry.tile.grid]
+    weights = WEIGHTS[geometry.tile.kernel, geometry.tile.grid] | CYCLES
     total = sum(weights.get(name, 0.0) * count for name, count in terms(geometry, hidden).items())
     return total * (WITHOUT_WAITS if _waits_for_little(geometry.tile) else 1.0)
 
 
 def _waits_for_little(tile: Tile) -> bool:
-    return tile.width < TILE_SEQUENCES and not tile.grid and tile.cluster == 1
+    return tile.width < TILE_SEQUENCES and tile.direct and tile.cluster == 1
 
 
 #: What a launch takes beyond its steps, in microseconds: to begin and to end, and for each kilobyte
@@ -146,7 +163,7 @@ def _weight_bytes(tile: Tile) -> int:
 def explain(geometry: Geometry, hidden: int) -> str:
     """The estimate, term by term, the largest first."""
     tile = geometry.tile
-    weights = WEIGHTS[tile.kernel, tile.grid]
+    weights = WEIGHTS[tile.kernel, tile.grid] | CYCLES
     counts = terms(geometry, hidden)
     costs = {name: weights.get(name, 0.0) * count for name, count in counts.items()}
     told = [

@@ -9,8 +9,9 @@ from ecornn.kernels.jit import Variant
 from ecornn.spec import GATES
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-#: Element types as the sources number them. "tf32" and "tf32x3" are float32 tensors.
-NUMBERS = ("bf16", "fp16", "tf32", "tf32x3")
+#: Element types as the sources number them. "tf32", "tf32x3" (three products of TF32) and "ieee"
+#: are float32 tensors.
+NUMBERS = ("bf16", "fp16", "tf32", "tf32x3", "ieee")
 #: How a lane learns that its vectors have come through L2, as `multiply.cuh` numbers the ways.
 POLLING = ("first", "all", "all delayed")
 #: Rows of a tensor-core product, and the sequences it takes at once.
@@ -47,7 +48,8 @@ class Tile:
     at_once: int = 8
     #: Batch tiles that are multiplied by weights which are read once.
     abreast: int = 1
-    #: Sequences of a batch tile; fewer than 8 are repeated in its columns.
+    #: Sequences of a batch tile; fewer than 8 are repeated in its columns, or in IEEE float32 the
+    #: only ones that are multiplied.
     width: int = TILE_SEQUENCES
     features: bool = False
     #: Whether blocks that exchange through L2 have more of the inner dimension than there is.
@@ -142,6 +144,8 @@ class Tile:
     def sums(self) -> int:
         """Registers of a thread for the sums it makes at once, with those of chains apart."""
         tiles = self.row_tiles * self.abreast
+        if self.numbers == "ieee":
+            return tiles * 2 * self.width
         chains = 1 if tiles >= 4 else 2
         if not self.grid and tiles == 1 and self.chunks > 1:
             chains = 4
