@@ -94,6 +94,7 @@ CASES = (
     Case("gru", FP32, 24, 9, directions=2, pieces=True, numbers="ieee"),
     Case("gru", FP32, 60, 3, width=4, numbers="ieee"),
     Case("rnn_tanh", FP32, 85, 2, "cluster", width=2, numbers="ieee"),
+    Case("lstm", FP32, 60, 1, width=1, numbers="ieee"),
     Case("rnn_relu", FP32, 33, 1, width=1, features=True, numbers="ieee"),
     Case("lstm", FP32, 40, 9, "one block", numbers="ieee"),
     Case("gru", FP32, 24, 3, "one block", width=2, features=True, numbers="ieee"),

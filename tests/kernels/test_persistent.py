@@ -233,14 +233,6 @@ def taken(tile: Tile, arch: str = "sm_90a") -> Resources:
     return resources(build(tile.variant(arch)))
 
 
-@needs_compiler
-@pytest.mark.parametrize("tile", TUNED_TILES, ids=TUNED_TILES.values())
-def test_no_tuned_tile_spills(tile: Tile) -> None:
-    used = taken(tile)
-    assert used.frame_bytes == 0
-    assert used.registers * tile.threads <= 65536
-
-
 #: Where the estimate leaves fewer registers than this, what lengths and resets, float16 or another
 #: architecture take more may be too many. All variants were compiled once: of tiles with more room
 #: none spills.
@@ -249,21 +241,40 @@ TIGHT = 16
 #: What spills nevertheless, (architecture, tile, numbers, with lengths or resets): bytes a thread.
 #: No tile of the same size is without: of these rows of weights either one alone is in registers,
 #: or shared memory has no room for one more.
-FRAMES = {
+UNAVOIDABLE = {
     # Biases and addresses, by their machine code: stored before the loop, read from L1 once a step.
     ("sm_90a", "forward-lstm-half-1024-64-1", "bf16", True): 40,
     ("sm_90a", "forward-lstm-half-1024-64-1", "fp16", True): 40,
     ("sm_90a", "forward-lstm-tf32-1024-64-1", "tf32", True): 40,
-    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", True): 8,
+    ("sm_100a", "forward-lstm-half-1024-64-1", "bf16", False): 16,
     ("sm_100a", "forward-lstm-half-1024-64-1", "bf16", True): 80,
+    ("sm_100a", "forward-lstm-half-1024-64-1", "fp16", False): 16,
     ("sm_100a", "forward-lstm-half-1024-64-1", "fp16", True): 80,
-    ("sm_100a", "forward-lstm-tf32-1024-4-1", "tf32", False): 24,
-    ("sm_100a", "forward-lstm-tf32-1024-4-1", "tf32", True): 40,
-    # Stored before the loop, read after it.
-    ("sm_100a", "backward-lstm-tf32-512-64-1", "tf32", True): 8,
     # One value, stored and read once a step.
     ("sm_90a", "backward-lstm-half-2048-16-1", "bf16", True): 8,
 }
+#: The same of tiles that others could replace, which spill nothing and were slower on an H200: with
+#: twice the vectors under way a step took 9.5 µs instead of 11.4 in TF32, 5.6 instead of 6.2 in
+#: bfloat16. They are biases above all, read once a step before the product.
+QUICKER = {
+    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", False): 40,
+    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", True): 80,
+    ("sm_90a", "backward-lstm-half-1024-64-1", "bf16", False): 24,
+    ("sm_90a", "backward-lstm-half-1024-64-1", "bf16", True): 8,
+    ("sm_90a", "backward-lstm-half-1024-64-1", "fp16", False): 24,
+    ("sm_90a", "backward-lstm-half-1024-64-1", "fp16", True): 16,
+}
+FRAMES = UNAVOIDABLE | QUICKER
+
+
+@needs_compiler
+@pytest.mark.parametrize("tile", TUNED_TILES, ids=TUNED_TILES.values())
+def test_no_tuned_tile_spills_but_those_that_are_known(tile: Tile) -> None:
+    used = taken(tile)
+    known = FRAMES.get(("sm_90a", TUNED_TILES[tile], tile.numbers, False), 0)
+    assert used.frame_bytes == known
+    assert known <= tune.SMALL_FRAME
+    assert used.registers * tile.threads <= 65536
 
 
 def _is_tight(tile: Tile) -> bool:
@@ -296,7 +307,7 @@ def test_lengths_resets_float16_and_blackwell_spill_no_more_than_is_known(
 
 
 def test_no_other_rows_in_registers_would_spare_what_spills() -> None:
-    for arch, name, _, _ in FRAMES:
+    for arch, name, _, _ in UNAVOIDABLE:
         tile = next(tile for tile, its in TUNED_TILES.items() if its == name)
         less = replace(tile, register_tiles=tile.register_tiles - 1, partial_buffers=1)
         assert tile.register_tiles == 1 or less.shared_bytes > CHIPS[arch].shared_bytes
@@ -500,7 +511,7 @@ def test_tiles_that_hardly_spill_are_measured_too(
     frame_bytes: int, measured_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = Request("backward", "lstm", "tf32", 1024, 64)
-    more_under_way = ranked(ask, HOPPER)[1]
+    more_under_way = ranked(ask, HOPPER)[0]
     assert (more_under_way.tile.at_once, more_under_way.tile.abreast) == (4, 2)
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90a")
     monkeypatch.setattr(tune, "chip", lambda device: HOPPER)

@@ -100,6 +100,7 @@ class Case(NamedTuple):
         if self.features:
             more["lengths_B"] = torch.randint(0, STEPS + 1, (self.batch,), generator=generator)
             more["resets_TB"] = torch.rand(STEPS, self.batch, generator=generator) < 0.3
+            more["reset_to"] = "initial" if self.batch % 2 else "zero"
         sizes = {"directions": self.directions, "steps": STEPS, "batch": self.batch}
         return converted(make_call(self.cell, self.hidden, **sizes, **more), self.dtype)
 

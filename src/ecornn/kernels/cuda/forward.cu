@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // h from memory, unpadded; or as it was published
   auto multiply_given = [&](const Element* rows, float* to) {
     product.multiply(to, [&](int c, int n) {
-      const int s = n * 8 + product.g;
       if (!GRID) return product.from_shared(0, c, n);
+      const int s = product.column_of(n);
       return s < sequences ? gather(rows + size_t(s) * hidden, product.k_of(c), hidden)
                            : make_uint4(0, 0, 0, 0);
     });

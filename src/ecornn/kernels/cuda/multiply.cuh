@@ -250,6 +250,11 @@ struct Multiplier : Memory {
     }
   }
 
+  // The sequence of a batch tile that this lane has v of; fewer than eight are repeated.
+  __device__ __forceinline__ int column_of(int n) const {
+    return WIDTH < 8 ? g % WIDTH : n * 8 + g;
+  }
+
   // The sums over this warp's part of the inner dimension, for the batch tiles from n0 on.
   __device__ __forceinline__ void leave(const Sums& sums, float* partial, int n0) {
 #pragma unroll
@@ -474,8 +479,7 @@ struct Multiplier : Memory {
 
   // ---- v in shared memory
   __device__ __forceinline__ uint4 from_shared(int slot, int c, int n) const {
-    const int s = WIDTH < 8 ? g % WIDTH : n * 8 + g;
-    return *reinterpret_cast<const uint4*>(vectors(slot) + s * VECTOR_ROW +
+    return *reinterpret_cast<const uint4*>(vectors(slot) + column_of(n) * VECTOR_ROW +
                                            k_of(c) * int(sizeof(Element)));
   }
   // The lane's part of one batch tile.
