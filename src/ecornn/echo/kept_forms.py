@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ecornn.echo.encode import can_be_bits, encode
+from ecornn.echo.encode import encode, why_no_bits
 from ecornn.echo.forms import BF16, BITS, FP8, NARROW, Form
 from ecornn.echo.graph import number_of_the_call
 from ecornn.echo.options import Options
@@ -61,7 +61,7 @@ def in_other_forms(
     before = differences(joint, passes, decision.modules)
     encoded = duplicate(forward), duplicate(backward)
 
-    def choose(node: fx.Node) -> Form | None:
+    def choose(node: fx.Node) -> Form | str:
         return chosen_form(node, options, told.codegen)
 
     found = encode(encoded, passes.forward_outputs, choose)
@@ -69,32 +69,39 @@ def in_other_forms(
     if wrong:
         told.refused.append((STEP, f"not the same computation: {wrong[0]}"))
         return decision.modules
-    told.forms = tell(found)
+    told.forms = tell(found.encoded)
+    told.refused += [(STEP, why) for why in tell_left(found.left)]
     return encoded
 
 
-def chosen_form(node: fx.Node, options: Options, codegen: str) -> Form | None:
-    if options.masks == "bits" and (bound := places_told_apart(node)) is not None:
-        return next((form for most, form in NARROW.items() if bound <= most), None)
-    if options.masks == "bits" and codegen == "eager" and can_be_bits(node):
-        return BITS
-    if options.maps != "exact" and is_map(node, options.maps):
-        return LOSSY[options.maps]
-    return None
-
-
-def is_map(node: fx.Node, form: str) -> bool:
-    """A feature map: large, in wide numbers, and no statistic."""
+def chosen_form(node: fx.Node, options: Options, codegen: str) -> Form | str:
+    """Or why it stays as it is; "" where nothing else was asked for."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype not in WIDE[form]:
-        return False
+    if not isinstance(value, Tensor):
+        return ""
+    if options.masks == "bits" and (bound := places_told_apart(node)) is not None:
+        return next((form for most, form in NARROW.items() if bound <= most), "")
+    if options.masks == "bits" and codegen == "eager" and value.dtype is torch.bool:
+        return why_no_bits(value) or BITS
+    if options.maps != "exact" and value.dtype in WIDE[options.maps]:
+        return why_no_map(node) or LOSSY[options.maps]
+    return ""
+
+
+def why_no_map(node: fx.Node) -> str:
+    """Why a result in wide numbers is not one to round; "" if it is."""
+    value: Tensor = node.meta["val"]
     made: Any = node.target
-    if made is operator.getitem:
-        if node.args[1] != 0:  # beside its result an operator returns statistics
-            return False
+    of_several = made is operator.getitem
+    if of_several:
         made = node.args[0].target  # type: ignore[union-attr]
     packet = getattr(getattr(made, "overloadpacket", None), "__name__", "")
-    return _bytes(value) >= LEAST_MAP_BYTES and _is_dense(value) and packet not in REDUCTIONS
+    # beside its result an operator returns statistics
+    if (of_several and node.args[1] != 0) or packet in REDUCTIONS:
+        return "a statistic"
+    if _bytes(value) < LEAST_MAP_BYTES:
+        return f"smaller than {size_text(LEAST_MAP_BYTES)}"
+    return "" if _is_dense(value) else "its numbers do not lie side by side"
 
 
 def _bytes(value: Tensor) -> int:
@@ -158,6 +165,18 @@ def tell(found: list[tuple[fx.Node, Form]]) -> list[str]:
         f"kept as {suffix}: {count} results, {size_text(saved[suffix])} less"
         + (", rounded: gradients are not eager mode's" if suffix in LOSSY else ", without loss")
         for suffix, count in counts.items()
+    ]
+
+
+def tell_left(left: list[tuple[fx.Node, str]]) -> list[str]:
+    """What stays as it is, by reason."""
+    counts, sizes = Counter[str](), Counter[str]()
+    for node, why in left:
+        counts[why] += 1
+        sizes[why] += _bytes(node.meta["val"])
+    return [
+        f"{count} results of {size_text(sizes[why])} stay as they are: {why}"
+        for why, count in counts.items()
     ]
 
 
