@@ -200,3 +200,20 @@ def test_a_strategy_of_torchs_that_fails_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(pipeline.STOCK, "torch's min-cut", fails)
     decision, _ = run(nn.Linear(3, 3), torch.randn(2, 3))
     assert decision.refused == (("torch's min-cut", "no flow"),)
+
+
+@pytest.mark.parametrize("error", [KeyError("val"), IndexError("9"), ValueError("odd"), TypeError])
+def test_an_analysis_that_fails_leaves_the_graph_to_torch(
+    error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    monkeypatch.setattr(pipeline, "plans_for", fails)
+    decision, grads = run(model, x)
+    assert "the analysis failed with" in (decision.fallback or "")
+    for one, other in zip(grads, eager(model, x), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(NotUnderstood, match="cannot be promised, since the analysis failed"):
+        run(model, x, "1GiB")

@@ -136,6 +136,8 @@ class CompiledModel(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training":
             self.__dict__[name] = self._orig_mod.training = value
+        elif name.startswith("__"):  # `fully_shard` gives it another class
+            object.__setattr__(self, name, value)
         elif name in self.__dict__:
             self.__dict__[name] = value
         else:
@@ -182,8 +184,15 @@ class CompiledModel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod.named_buffers(*args, **kwargs)
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self._orig_mod.named_modules(*args, **kwargs)
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        if type(self) is not CompiledModel and self not in memo:
+            # `fully_shard` looks for what it gave its own class and state to
+            memo.add(self)
+            yield prefix, self
+        yield from self._orig_mod.named_modules(memo, prefix, remove_duplicate)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._orig_mod, *self._asked)

@@ -14,7 +14,7 @@ from ecornn.echo.encode import encode, why_no_bits
 from ecornn.echo.forms import BF16, BITS, FP8, NARROW, Form
 from ecornn.echo.graph import number_of_the_call
 from ecornn.echo.options import Options
-from ecornn.echo.pipeline import Decision
+from ecornn.echo.pipeline import FAILURES, Decision
 from ecornn.echo.plan.fused import REDUCTIONS
 from ecornn.echo.report import GraphReport
 from ecornn.echo.rewrite import Modules, duplicate
@@ -64,8 +64,12 @@ def in_other_forms(
     def choose(node: fx.Node) -> Form | str:
         return chosen_form(node, options, told.codegen)
 
-    found = encode(encoded, passes.forward_outputs, choose)
-    wrong = [one for one in differences(joint, passes, encoded) if one not in before]
+    try:
+        found = encode(encoded, passes.forward_outputs, choose)
+        wrong = [one for one in differences(joint, passes, encoded) if one not in before]
+    except FAILURES as error:
+        told.refused.append((STEP, f"{type(error).__name__}: {error}"))
+        return decision.modules
     if wrong:
         told.refused.append((STEP, f"not the same computation: {wrong[0]}"))
         return decision.modules

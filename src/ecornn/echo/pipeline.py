@@ -25,6 +25,7 @@ from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
 from ecornn.echo.verify import differences, refusal, writes
+from ecornn.errors import EcornnError
 from ecornn.garbage import no_garbage_collected
 
 Partitioner = Callable[..., Modules]
@@ -34,6 +35,11 @@ STOCK: dict[str, Partitioner] = {
     "keep all": default_partition,
     "torch's min-cut": min_cut_rematerialization_partition,
 }
+#: What an analysis raises on a graph that it was not made for. The model runs without it.
+FAILURES = (
+    *(RuntimeError, NotImplementedError, TypeError, AssertionError),
+    *(KeyError, IndexError, ValueError),
+)
 #: How many of our own plans are rewritten before torch's are taken.
 TRIES = 3
 
@@ -100,7 +106,13 @@ def decide(
     """The best split for a request. Raises where a budget in bytes cannot be met."""
     # 4.3 of 11.9 s went into it for an encoder-decoder transformer of 4,968 nodes
     with no_garbage_collected():
-        return _decided(module, inputs, forward_outputs, request)
+        try:
+            return _decided(module, inputs, forward_outputs, request)
+        except EcornnError:  # what was asked for cannot be had, or no way to split is right
+            raise
+        except FAILURES as error:
+            why = f"the analysis failed with {type(error).__name__}: {_first_line(error)}"
+            return _left_to_torch(module, inputs, forward_outputs, request, why)
 
 
 def _decided(
@@ -111,7 +123,7 @@ def _decided(
         gates = kept_first(request.memory, calls)
         first = make_joint(module, forward_outputs, calls, gates, fuses=request.fuses)
         why = refusal(first.as_written.module, first.as_written.passes)
-    except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
+    except NotUnderstood as error:
         why = _first_line(error)
     if why is not None:
         return _left_to_torch(module, inputs, forward_outputs, request, why)
@@ -125,7 +137,7 @@ def _decided(
             joint = make_joint(
                 module, forward_outputs, calls, left, again, kept, fuses=request.fuses
             )
-        except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
+        except FAILURES as error:
             refused.append((f"{len(again or kept)} recurrent layers", _first_line(error)))
             return False
         found, _ = considered(joint, limits)
@@ -271,7 +283,7 @@ def _first_that_is_right(
         try:
             modules = split(duplicate(joint.module), passes, plan.kept, plan.window)
             wrong = differences(joint.as_written.module, passes, modules)
-        except (NotUnderstood, AssertionError, RuntimeError) as error:
+        except FAILURES as error:
             wrong = [_first_line(error)]
         if not wrong:
             return candidate, modules
@@ -336,7 +348,7 @@ def _stock(
                 continue
             estimate = _with_gates(_simulated(modules, whose.passes, whose.prices), whose)
             found.append(Candidate(strategy, estimate, modules, joint=whose))
-        except (NotUnderstood, AssertionError, RuntimeError) as error:
+        except FAILURES as error:
             refused.append((strategy, _first_line(error)))
     return found
 
