@@ -246,10 +246,10 @@ def test_places_that_are_not_known_stay() -> None:
         with mode:
             node.meta["val"] = torch.empty(4, dtype=torch.int64)
         assert places_told_apart(node) == bound
-        form = chosen_form(node, Options(masks="bits"), "inductor")
+        form = chosen_form(node, Options(masks="bits"))
         suffix = {None: None, 4: "uint8", 70_000: "int32"}[bound]
         assert (None if isinstance(form, str) else form.suffix) == suffix
-        assert chosen_form(node, Options(), "eager") == ""
+        assert chosen_form(node, Options()) == ""
         view = graph.call_function(aten.unsqueeze.default, (node, -1))
         other = graph.call_function(aten.view.dtype, (node, torch.float64))
         with mode:
@@ -281,7 +281,7 @@ def test_a_wrong_way_back_is_found() -> None:
         found = default_partition(duplicate(joint), inputs, num_fwd_outputs=num_fwd_outputs)
         mine = without_unread_draws(found)
         options = Options(maps="fp8")
-        found = encode(mine, num_fwd_outputs, lambda node: chosen_form(node, options, "eager"))
+        found = encode(mine, num_fwd_outputs, lambda node: chosen_form(node, options))
         assert found.encoded
         wrong.append(differences(joint, passes, mine))
         for node in mine[1].graph.nodes:

@@ -28,7 +28,7 @@ def compile(  # torch's name for it
     regions: str | Sequence[str | nn.Module] = "auto",
     dynamic: bool | None = None,
     lean: bool | str = True,
-    masks: str = "bytes",
+    masks: str = "auto",
     maps: str = "exact",
     recurrent: str = "auto",
 ) -> Any:
@@ -44,8 +44,9 @@ def compile(  # torch's name for it
         many words, are replaced by ones that give the same bits. torch's recurrent layers outside
         such parts are run again in the backward pass: with "layers", or memory "min", all of them,
         with a budget as few as are enough, with "auto" those that are nearly free.
-    masks: "bits" keeps booleans eight to a byte, with code generation "eager" only, and indices in
-        as few bytes as tell them apart.
+    masks: "bits" keeps booleans eight to a byte, those that ReLU's gradient needs among them, and
+        indices in as few bytes as tell them apart; "auto" has a plan for less memory keep bits
+        where it is better for it; "bytes" never does.
     maps: "bf16" or "fp8" keeps feature maps rounded to 16 or 8 bits; gradients are not eager mode's
         then. "exact" rounds nothing.
     recurrent: layers of torch.nn are made to run on this package's kernels at the first call, as by

@@ -67,13 +67,13 @@ def encode(modules: Modules, own_outputs: int, choose: Choose) -> Encoded:
         readers = (u for node in sharing for u in node.users if u is not out)
         last = max((*sharing, *readers), key=order.__getitem__)
         with forward.graph.inserting_before(last.next):
-            packed = _inserted(forward.graph, form.there, [source])
+            packed = inserted(forward.graph, form.there, [source])
         there = [places[member.name] for member in members]
         arrives = _arriving(backward, source.name, there[0], packed, form)
         first = min((u for place in there for u in place.users), key=order.__getitem__)
         like: Tensor = source.meta["val"]
         with backward.graph.inserting_before(first):
-            (made,) = _inserted(backward.graph, lambda *g: (form.back(g, like),), arrives)  # noqa: B023
+            (made,) = inserted(backward.graph, lambda *g: (form.back(g, like),), arrives)  # noqa: B023
             for member, place in zip(members, there, strict=True):
                 place.replace_all_uses_with(_copied(backward.graph, member, source, made, places))
                 backward.graph.erase_node(place)
@@ -105,7 +105,7 @@ def _chosen(
     members: Sequence[fx.Node], choose: Choose, arriving: Collection[str]
 ) -> tuple[fx.Node, Form] | str:
     """What takes another form for all that lie in its memory, and which; or why nothing does."""
-    root = _maker(members[0])
+    root = maker(members[0])
     sources = [*members, root] if len(members) == 1 else [root]
     reasons = []
     for source in dict.fromkeys(sources):
@@ -114,14 +114,14 @@ def _chosen(
             reasons.append(form)
         elif not _has_all_of_its_memory(source):
             reasons.append("it is a part of a larger memory")
-        elif any(_way(member, source, arriving) is None for member in members):
+        elif any(way(member, source, arriving) is None for member in members):
             reasons.append("others that are kept lie in its memory, and cannot be made of it again")
         else:
             return source, form
     return reasons[0]
 
 
-def _maker(node: fx.Node) -> fx.Node:
+def maker(node: fx.Node) -> fx.Node:
     """Of the memory that a result lies in."""
     while (view := _view(node)) is not None:
         node = _first_argument(view[0])
@@ -144,7 +144,7 @@ def _first_argument(node: fx.Node) -> Any:
     return node.args[0] if node.args else None
 
 
-def _way(member: fx.Node, source: fx.Node, arriving: Collection[str]) -> list[fx.Node] | None:
+def way(member: fx.Node, source: fx.Node, arriving: Collection[str]) -> list[fx.Node] | None:
     """The calls that make a result of another one; None where the backward pass cannot run them:
     a size that they take does not arrive there."""
     found: list[fx.Node] = []
@@ -167,7 +167,7 @@ def _copied(
 ) -> fx.Node:
     """A result of which the source was made again."""
     known = {source: made}
-    for view in _way(member, source, places) or ():
+    for view in way(member, source, places) or ():
         made = graph.node_copy(view, lambda old: known.get(old) or places[old.name])
         known[view] = made
     return made
@@ -217,7 +217,7 @@ def _has_all_of_its_memory(node: fx.Node) -> bool:
     return bool(number_of_the_call(size) == number_of_the_call(shown))
 
 
-def _inserted(
+def inserted(
     graph: fx.Graph, function: Callable[..., tuple[Tensor, ...]], sources: Sequence[fx.Node]
 ) -> list[fx.Node]:
     """The operators of a function, where nodes are inserted now; its results."""

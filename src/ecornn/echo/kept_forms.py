@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from ecornn.echo.encode import encode, why_no_bits
 from ecornn.echo.forms import BF16, BITS, FP8, NARROW, Form
-from ecornn.echo.graph import number_of_the_call
+from ecornn.echo.graph import FAILURES, number_of_the_call
 from ecornn.echo.options import Options
-from ecornn.echo.pipeline import FAILURES, Decision
+from ecornn.echo.pipeline import Decision
 from ecornn.echo.plan.fused import REDUCTIONS
 from ecornn.echo.report import GraphReport
 from ecornn.echo.rewrite import Modules, duplicate
@@ -50,19 +50,17 @@ def in_other_forms(
 ) -> Modules:
     """The two passes, or those as they were and the reason in the report."""
     passes, (forward, backward) = decision.passes, decision.modules
-    if options.masks == "bytes" and options.maps == "exact":
+    told.forms = tell_bits(decision)
+    if options.masks != "bits" and options.maps == "exact":
         return decision.modules
     if passes is None:
         told.refused.append((STEP, "the graph was left to torch"))
         return decision.modules
-    if options.masks == "bits" and told.codegen != "eager":
-        why = f"not with code generation {told.codegen}, which would run them as kernels more"
-        told.refused.append(("masks as bits", why))
     before = differences(joint, passes, decision.modules)
     encoded = duplicate(forward), duplicate(backward)
 
     def choose(node: fx.Node) -> Form | str:
-        return chosen_form(node, options, told.codegen)
+        return chosen_form(node, options)
 
     try:
         found = encode(encoded, passes.forward_outputs, choose)
@@ -73,19 +71,19 @@ def in_other_forms(
     if wrong:
         told.refused.append((STEP, f"not the same computation: {wrong[0]}"))
         return decision.modules
-    told.forms = tell(found.encoded)
+    told.forms += tell(found.encoded)
     told.refused += [(STEP, why) for why in tell_left(found.left)]
     return encoded
 
 
-def chosen_form(node: fx.Node, options: Options, codegen: str) -> Form | str:
+def chosen_form(node: fx.Node, options: Options) -> Form | str:
     """Or why it stays as it is; "" where nothing else was asked for."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return ""
     if options.masks == "bits" and (bound := places_told_apart(node)) is not None:
         return next((form for most, form in NARROW.items() if bound <= most), "")
-    if options.masks == "bits" and codegen == "eager" and value.dtype is torch.bool:
+    if options.masks == "bits" and value.dtype is torch.bool:
         return why_no_bits(value) or BITS
     if options.maps != "exact" and value.dtype in WIDE[options.maps]:
         return why_no_map(node) or LOSSY[options.maps]
@@ -170,6 +168,17 @@ def tell(found: list[tuple[fx.Node, Form]]) -> list[str]:
         + (", rounded: gradients are not eager mode's" if suffix in LOSSY else ", without loss")
         for suffix, count in counts.items()
     ]
+
+
+def tell_bits(decision: Decision) -> list[str]:
+    """Of masks whose bits the plan keeps, in a sentence."""
+    joint = decision.chosen.joint
+    if joint is None or not joint.bits:
+        return []
+    arriving = decision.modules[1].graph.find_nodes(op="placeholder")
+    kept = [node for node in arriving if node.name in joint.bits]
+    size = sum(_bytes(node.meta["val"]) for node in kept)
+    return [f"masks of which the plan keeps bits: {len(kept)}, {size_text(size)}"] if kept else []
 
 
 def tell_left(left: list[tuple[fx.Node, str]]) -> list[str]:

@@ -6,15 +6,15 @@ worse than they are, and are what is left when a graph is not understood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import fx
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
-from ecornn.echo.graph import NotUnderstood
+from ecornn.echo.bits_choice import plans_in_bits
+from ecornn.echo.graph import FAILURES, NotUnderstood
 from ecornn.echo.joint import Joint, make_joint
 from ecornn.echo.keep_choice import consider_others, kept_first
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls
@@ -23,23 +23,12 @@ from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, OfTorch, plans_for, rank, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices
-from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
+from ecornn.echo.rewrite import Modules, duplicate, program_of, split
+from ecornn.echo.stock import STOCK, partitioned
 from ecornn.echo.verify import differences, refusal, writes
 from ecornn.errors import EcornnError
 from ecornn.garbage import no_garbage_collected
 
-Partitioner = Callable[..., Modules]
-
-#: torch's own, in the order in which a tie is decided: whoever recomputes less comes first.
-STOCK: dict[str, Partitioner] = {
-    "keep all": default_partition,
-    "torch's min-cut": min_cut_rematerialization_partition,
-}
-#: What an analysis raises on a graph that it was not made for. The model runs without it.
-FAILURES = (
-    *(RuntimeError, NotImplementedError, TypeError, AssertionError),
-    *(KeyError, IndexError, ValueError),
-)
 #: How many of our own plans are rewritten before torch's are taken.
 TRIES = 3
 
@@ -49,13 +38,14 @@ class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
     passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
     takes outside the graph, for each of these calls. `among_others`: other parts of a model run
-    between its passes."""
+    between its passes. `masks`: "auto", "bits" or "bytes", as in `Options`."""
 
     memory: Memory = AUTO
     calls: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     beside_s: float = 0.0
     among_others: bool = False
+    masks: str = "bytes"
 
     @property
     def fuses(self) -> bool:
@@ -151,8 +141,16 @@ def _decided(
     fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request)]
     free = [call for call in calls if call.free]
     consider_others(request.memory, free, min(fits, default=None), consider)
+    before = next((c.estimate.peak(request.calls) for c in candidates if c.modules), 0)
+
+    def plans(joint: Joint, within: Limits | None) -> tuple[list[tuple[float, Candidate]], Limits]:
+        found, own = _plans(request, joint, within, before=before)
+        return [(one.estimate.seconds_added, one) for one in found], own
+
+    how = (request.masks, request.memory.kind, limits, first, refused)
+    bits, limits = plans_in_bits(*how, plans, fuses=request.fuses)
     try:
-        chosen, modules = _first_that_is_right(request, limits, candidates, refused)
+        chosen, modules = _of_pools(request, limits, candidates, bits, refused)
     except NotUnderstood:
         if not first.large:
             raise
@@ -160,6 +158,7 @@ def _decided(
         chosen, modules = _first_that_is_right(request, limits, of_torch, refused)
         candidates = [*of_torch, *candidates]
     assert chosen.joint is not None
+    candidates += bits
     return Decision(
         *(request, chosen, modules, tuple(candidates), tuple(refused)),
         *(chosen.joint.passes, chosen.joint.prices, limits),
@@ -255,6 +254,22 @@ def _place(candidate: Candidate, limits: Limits, request: Request) -> tuple[floa
     return rank(bounds, candidate.estimate, request.calls, among_others=others)
 
 
+def _of_pools(
+    request: Request,
+    limits: Limits,
+    candidates: list[Candidate],
+    bits: list[Candidate],
+    refused: list[tuple[str, str]],
+) -> tuple[Candidate, Modules]:
+    """Where bits are asked for, other plans serve if none that can keep them does."""
+    if request.masks == "bits" and bits:
+        try:
+            return _first_that_is_right(request, limits, bits, refused)
+        except EcornnError:
+            pass
+    return _first_that_is_right(request, limits, [*candidates, *bits], refused)
+
+
 def _first_that_is_right(
     request: Request,
     limits: Limits,
@@ -339,9 +354,8 @@ def _stock(
         # what is called twice is made again by whoever keeps all, not kept
         whose = written if name == "keep all" else joint
         try:
-            modules = _partitioned(
-                STOCK[name], whose.module, inputs, whose.passes.forward_outputs, request
-            )
+            outputs = whose.passes.forward_outputs
+            modules = partitioned(name, whose.module, inputs, outputs, request.settings)
             # torch's min-cut reads a buffer again after the forward pass has written to it (2.13)
             if wrong := differences(written.module, whose.passes, modules):
                 refused.append((strategy, f"not the same computation: {wrong[0]}"))
@@ -351,22 +365,6 @@ def _stock(
         except FAILURES as error:
             refused.append((strategy, _first_line(error)))
     return found
-
-
-def _partitioned(
-    partitioner: Partitioner,
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    forward_outputs: int,
-    request: Request,
-) -> Modules:
-    settings = dict(request.settings)
-    if partitioner is default_partition:
-        settings.pop("compiler", None)
-    found: Modules = partitioner(
-        duplicate(module), inputs, num_fwd_outputs=forward_outputs, **settings
-    )
-    return without_unread_draws(found)
 
 
 def _left_to_torch(
@@ -385,7 +383,7 @@ def _left_to_torch(
     # torch's min-cut (2.13) reads again in the backward pass what the forward pass has written to
     # since; whoever keeps all reads nothing again
     name = "keep all" if any(map(writes, module.graph.nodes)) else "torch's min-cut"
-    modules = _partitioned(STOCK[name], module, inputs, forward_outputs, request)
+    modules = partitioned(name, module, inputs, forward_outputs, request.settings)
     unknown = Candidate(name, Estimate(0, 0, 0, 0.0), modules)
     return Decision(request, unknown, modules, (unknown,), (), fallback=why)
 
