@@ -141,13 +141,8 @@ def _decided(
     fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request)]
     free = [call for call in calls if call.free]
     consider_others(request.memory, free, min(fits, default=None), consider)
-    before = next((c.estimate.peak(request.calls) for c in candidates if c.modules), 0)
-
-    def plans(joint: Joint, within: Limits | None) -> tuple[list[tuple[float, Candidate]], Limits]:
-        found, own = _plans(request, joint, within, before=before)
-        return [(one.estimate.seconds_added, one) for one in found], own
-
     how = (request.masks, request.memory.kind, limits, first, refused)
+    plans = partial(_timed_plans, request, candidates)
     bits, limits = plans_in_bits(*how, plans, fuses=request.fuses)
     try:
         chosen, modules = _of_pools(request, limits, candidates, bits, refused)
@@ -228,6 +223,15 @@ def _plans(
         for one in found
     ]
     return plans, own
+
+
+def _timed_plans(
+    request: Request, candidates: list[Candidate], joint: Joint, limits: Limits | None
+) -> tuple[list[tuple[float, Candidate]], Limits]:
+    """As `_plans`, each with the seconds that it adds; torch's first candidate keeps all."""
+    before = next((c.estimate.peak(request.calls) for c in candidates if c.modules), 0)
+    found, own = _plans(request, joint, limits, before=before)
+    return [(one.estimate.seconds_added, one) for one in found], own
 
 
 def kept_by(candidate: Candidate) -> frozenset[int]:
@@ -360,7 +364,8 @@ def _stock(
             if wrong := differences(written.module, whose.passes, modules):
                 refused.append((strategy, f"not the same computation: {wrong[0]}"))
                 continue
-            estimate = _with_gates(_simulated(modules, whose.passes, whose.prices), whose)
+            programs = (program_of(module, whose.passes) for module in modules)
+            estimate = _with_gates(estimate_of(whose.passes, *programs, whose.prices), whose)
             found.append(Candidate(strategy, estimate, modules, joint=whose))
         except FAILURES as error:
             refused.append((strategy, _first_line(error)))
@@ -386,11 +391,6 @@ def _left_to_torch(
     modules = partitioned(name, module, inputs, forward_outputs, request.settings)
     unknown = Candidate(name, Estimate(0, 0, 0, 0.0), modules)
     return Decision(request, unknown, modules, (unknown,), (), fallback=why)
-
-
-def _simulated(modules: Modules, passes: Passes, prices: Prices) -> Estimate:
-    forward, backward = (program_of(module, passes) for module in modules)
-    return estimate_of(passes, forward, backward, prices)
 
 
 def _first_line(error: Exception) -> str:
