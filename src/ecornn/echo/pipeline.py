@@ -364,8 +364,9 @@ def _stock(
             if wrong := differences(written.module, whose.passes, modules):
                 refused.append((strategy, f"not the same computation: {wrong[0]}"))
                 continue
-            programs = (program_of(module, whose.passes) for module in modules)
-            estimate = _with_gates(estimate_of(whose.passes, *programs, whose.prices), whose)
+            forward, backward = (program_of(module, whose.passes) for module in modules)
+            estimate = estimate_of(whose.passes, forward, backward, whose.prices)
+            estimate = _with_gates(estimate, whose)
             found.append(Candidate(strategy, estimate, modules, joint=whose))
         except FAILURES as error:
             refused.append((strategy, _first_line(error)))
