@@ -136,7 +136,9 @@ class _Partition:
         backend = self.backend
         request = Request(
             *(backend.options.memory, backend.calls, settings),
-            *(backend.beside_s, backend.among_others, backend.options.masks),
+            *(backend.beside_s, backend.among_others),
+            masks=backend.options.masks,
+            measure=backend.options.measure,
         )
         decision = decide(joint, inputs, num_fwd_outputs, request)
         if decision.chosen.joint is not None:

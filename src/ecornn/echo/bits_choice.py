@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ecornn.echo.graph import FAILURES
-from ecornn.echo.joint import Joint, in_bits
+from ecornn.echo.joint import Joint, Pricing, in_bits
 from ecornn.echo.plan.budget import Limits
 
 Planned = TypeVar("Planned")
@@ -23,18 +23,17 @@ def plans_in_bits(
     first: Joint,
     refused: list[tuple[str, str]],
     plans: Plans[Planned],
-    *,
-    fuses: bool,
+    pricing: Pricing,
 ) -> tuple[list[Planned], Limits]:
     """Plans for a graph in which masks have bits, if it has masks, and the limits. `masks`: as in
     `Options`; `kind`: of what is asked of memory. Where nothing is said of masks, "auto" takes bits
     only if they are free: if a plan takes no longer than the quickest one that is known. Operators
     that run one by one always take longer."""
     asked, auto = masks == "bits", kind == "auto"
-    if masks == "bytes" or first.large or (auto and not asked and not fuses):
+    if masks == "bytes" or first.large or (auto and not asked and not pricing.fuses):
         return [], limits
     try:
-        joint = in_bits(first, fuses=fuses)
+        joint = in_bits(first, pricing)
     except FAILURES as error:
         refused.append(("masks as bits", str(error)))
         return [], limits

@@ -31,6 +31,7 @@ def compile(  # torch's name for it
     masks: str = "auto",
     maps: str = "exact",
     recurrent: str = "auto",
+    measure: bool = False,
 ) -> Any:
     """Compile a model or a function with Echo.
 
@@ -53,10 +54,14 @@ def compile(  # torch's name for it
         `ecornn.convert`, where code is generated ("inductor") and these kernels serve them.
         "torch" leaves them as they are; so do parts that are named and lean="layers".
 
+    measure: plans are made by times of operators that were measured on this device, and are kept
+        for later, in the place of a roofline where they may be run again.
+
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.
     """
-    options = read_options({"memory": memory, "codegen": codegen, "masks": masks, "maps": maps})
+    asked = {"memory": memory, "codegen": codegen, "masks": masks, "maps": maps}
+    options = read_options({**asked, "measure": measure})
     if lean not in (True, False, "layers"):
         raise InvalidInput("lean", repr(lean), 'True, False or "layers"', "give one of these")
     if recurrent not in ("auto", "torch"):

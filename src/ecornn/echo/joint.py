@@ -24,6 +24,14 @@ OF_NOTHING_BYTES = 64
 
 
 @dataclass(frozen=True)
+class Pricing:
+    """How times are estimated: of code that fuses, and measured where they can be."""
+
+    fuses: bool
+    measure: bool = False
+
+
+@dataclass(frozen=True)
 class Joint:
     """A joint graph. `gates`: of its recurrent calls of free choice, the names of those that keep
     their gates. Beside the first graph: how many do not that do there, or the other way round, and
@@ -67,7 +75,7 @@ def make_joint(
     again: Sequence[RecurrentCall] = (),
     kept: Sequence[RecurrentCall] = (),
     *,
-    fuses: bool,
+    pricing: Pricing,
     anywhere: frozenset[str] = frozenset(),
 ) -> Joint:
     """A graph without recurrent calls of free choice has the modes that it has."""
@@ -79,12 +87,12 @@ def make_joint(
         passes = Passes(read_graph(module), forward_outputs)
         if anywhere:
             passes = replace(passes, anywhere=_anywhere(passes, anywhere))
-        prices = prices_of(passes, fuses=fuses)
+        prices = prices_of(passes, fuses=pricing.fuses, measure=pricing.measure)
         return Joint(module, passes, prices, gates, len(again), len(kept), seconds)
 
     written = joint(module)
     # one by one, operators take as long whichever pass runs them
-    if not fuses or written.large:
+    if not pricing.fuses or written.large:
         return written
     if (merged := with_single_calls(module, written.passes)) is module:
         return written
@@ -94,14 +102,14 @@ def make_joint(
     return replace(found, merged_from=replace(written, added_s=seconds + more, apart=True))
 
 
-def in_bits(first: Joint, *, fuses: bool) -> Joint | None:
+def in_bits(first: Joint, pricing: Pricing) -> Joint | None:
     """The same where a plan can keep masks as bits; times are told beside those of the first."""
     written = first.as_written
     module, bits, again = with_masks_as_bits(written.module, written.passes)
     if not bits:
         return None
     outputs = written.passes.forward_outputs
-    found = make_joint(module, outputs, (), first.gates, fuses=fuses, anywhere=again)
+    found = make_joint(module, outputs, (), first.gates, pricing=pricing, anywhere=again)
     more = found.prices.step_seconds - first.prices.step_seconds
     apart = found.merged_from
     if apart is not None:
@@ -121,14 +129,18 @@ def _anywhere(passes: Passes, names: frozenset[str]) -> frozenset[int]:
     return frozenset(found)
 
 
-def prices_of(passes: Passes, *, fuses: bool) -> Prices:
-    costs, operations = CostModel.of(passes.graph), passes.graph.operations
+def prices_of(passes: Passes, *, fuses: bool, measure: bool = False) -> Prices:
+    """`measure`: times of operators that may be run again are measured, or were before."""
+    costs, operations = CostModel.of(passes.graph, measure=measure), passes.graph.operations
     seconds = tuple(costs.seconds(operation) for operation in operations)
+    told = costs.told() if measure else ""
     if not fuses:
-        return one_by_one(seconds)
+        return replace(one_by_one(seconds), told=told)
     devices = [operation.work.device for operation in operations if operation.work.device]
     machine = machine_of(devices[0] if devices else None)
     within = [machine.launch_s * within_a_kernel(operation) for operation in operations]
     seconds = tuple(one - launch for one, launch in zip(seconds, within, strict=True))
     draws = draws_of(passes, machine.vector_rate)
-    return fused(passes, seconds, machine.bandwidth, machine.compiled_launch_s, draws)
+    prices = fused(passes, seconds, machine.bandwidth, machine.compiled_launch_s, draws)
+    fusing = f"{told}; what is fused counts by what it reads and writes" if told else ""
+    return replace(prices, told=fusing)

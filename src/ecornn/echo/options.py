@@ -49,6 +49,8 @@ class Options:
     masks: str = "auto"
     #: "bf16", "fp8": kept feature maps are rounded to it.
     maps: str = "exact"
+    #: Times of operators are measured, once for a device, in the place of a roofline.
+    measure: bool = False
 
 
 def read_options(given: Mapping[str, Any] | None) -> Options:
@@ -56,9 +58,10 @@ def read_options(given: Mapping[str, Any] | None) -> Options:
     given = dict(given or {})
     memory, codegen = given.pop("memory", "auto"), given.pop("codegen", None)
     masks, maps = given.pop("masks", "auto"), given.pop("maps", "exact")
+    measure = given.pop("measure", False)
     if given:
         unknown = ", ".join(sorted(map(repr, given)))
-        known = "'memory', 'codegen', 'masks' and 'maps'"
+        known = "'memory', 'codegen', 'masks', 'maps' and 'measure'"
         raise InvalidInput("options", unknown, known, "remove or correct what is unknown")
     if masks not in MASKS:
         raise InvalidInput("masks", repr(masks), "'auto', 'bits' or 'bytes'", "give one of these")
@@ -72,7 +75,9 @@ def read_options(given: Mapping[str, Any] | None) -> Options:
             "leave it out to let Echo"
             " take 'inductor' on CUDA where Triton is installed and 'eager' elsewhere",
         )
-    return Options(read_memory(memory), codegen, masks, maps)
+    if not isinstance(measure, bool):
+        raise InvalidInput("measure", repr(measure), "True or False", "give one of these")
+    return Options(read_memory(memory), codegen, masks, maps, measure)
 
 
 def read_memory(given: Any) -> Memory:

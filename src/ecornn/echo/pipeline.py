@@ -15,14 +15,15 @@ from torch import fx
 
 from ecornn.echo.bits_choice import plans_in_bits
 from ecornn.echo.graph import FAILURES, NotUnderstood
-from ecornn.echo.joint import Joint, make_joint
+from ecornn.echo.joint import Joint, Pricing, make_joint
 from ecornn.echo.keep_choice import consider_others, kept_first
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, OfTorch, plans_for, rank, refuse
+from ecornn.echo.plan.budget import NO_LIMITS, Limits, OfTorch, plans_for, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices
+from ecornn.echo.ranking import most_kept, place, quickest_first
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split
 from ecornn.echo.stock import STOCK, partitioned
 from ecornn.echo.verify import differences, refusal, writes
@@ -38,7 +39,7 @@ class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
     passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
     takes outside the graph, for each of these calls. `among_others`: other parts of a model run
-    between its passes. `masks`: "auto", "bits" or "bytes", as in `Options`."""
+    between its passes. `masks` and `measure`: as in `Options`."""
 
     memory: Memory = AUTO
     calls: int = 1
@@ -46,11 +47,16 @@ class Request:
     beside_s: float = 0.0
     among_others: bool = False
     masks: str = "bytes"
+    measure: bool = False
 
     @property
     def fuses(self) -> bool:
         """What runs is compiled by inductor."""
         return bool(self.settings.get("compiler") == "inductor")
+
+    @property
+    def pricing(self) -> Pricing:
+        return Pricing(self.fuses, self.measure)
 
     def weight(self, estimate: Estimate) -> int:
         return estimate.weight(self.calls, among_others=self.among_others)
@@ -111,7 +117,7 @@ def _decided(
     try:
         calls = recurrent_calls(module)
         gates = kept_first(request.memory, calls)
-        first = make_joint(module, forward_outputs, calls, gates, fuses=request.fuses)
+        first = make_joint(module, forward_outputs, calls, gates, pricing=request.pricing)
         why = refusal(first.as_written.module, first.as_written.passes)
     except NotUnderstood as error:
         why = _first_line(error)
@@ -125,7 +131,7 @@ def _decided(
         left = (gates - {call.name for call in again}) | {call.name for call in kept}
         try:
             joint = make_joint(
-                module, forward_outputs, calls, left, again, kept, fuses=request.fuses
+                module, forward_outputs, calls, left, again, kept, pricing=request.pricing
             )
         except FAILURES as error:
             refused.append((f"{len(again or kept)} recurrent layers", _first_line(error)))
@@ -136,14 +142,14 @@ def _decided(
             most = of_torch.get("torch's min-cut", of_torch.get("keep all", 0))
             found = [one for one in found if one.estimate.peak(request.calls) <= most]
         candidates.extend(found)
-        return any(_place(one, limits, request) is not None for one in found)
+        return any(place(one, limits, request) is not None for one in found)
 
-    fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request)]
+    fits = [c.estimate.seconds_added for c in candidates if place(c, limits, request)]
     free = [call for call in calls if call.free]
     consider_others(request.memory, free, min(fits, default=None), consider)
     how = (request.masks, request.memory.kind, limits, first, refused)
     plans = partial(_timed_plans, request, candidates)
-    bits, limits = plans_in_bits(*how, plans, fuses=request.fuses)
+    bits, limits = plans_in_bits(*how, plans, request.pricing)
     try:
         chosen, modules = _of_pools(request, limits, candidates, bits, refused)
     except NotUnderstood:
@@ -252,12 +258,6 @@ def _with_gates(estimate: Estimate, joint: Joint) -> Estimate:
     return replace(estimate, seconds_added=estimate.seconds_added + joint.added_s)
 
 
-def _place(candidate: Candidate, limits: Limits, request: Request) -> tuple[float, ...] | None:
-    bounds = limits if candidate.plan else Limits(limits.bytes, float("inf"))
-    others = request.among_others
-    return rank(bounds, candidate.estimate, request.calls, among_others=others)
-
-
 def _of_pools(
     request: Request,
     limits: Limits,
@@ -283,14 +283,14 @@ def _first_that_is_right(
     """In order of rank; what was rewritten wrongly is never used."""
     ranked = []
     for candidate in candidates:
-        if candidate.estimate.kept_bytes > _most_kept(request, candidates, candidate.joint):
+        if candidate.estimate.kept_bytes > most_kept(request, candidates, candidate.joint):
             continue
-        place = _place(candidate, limits, request)
-        if place is not None:
-            ranked.append((place, candidate))
+        its_place = place(candidate, limits, request)
+        if its_place is not None:
+            ranked.append((its_place, candidate))
     ranked.sort(key=lambda one: one[0])
     if request.memory.kind == "auto" and ranked:
-        ranked = _quickest_first(ranked, request)
+        ranked = quickest_first(ranked, request)
     tried = 0
     for _, candidate in ranked:
         if candidate.modules is not None:
@@ -312,30 +312,6 @@ def _first_that_is_right(
     affordable = [c for c in candidates if not c.plan or c.estimate.seconds_added <= limits.seconds]
     smallest = min(candidate.estimate.peak(request.calls) for candidate in affordable)
     raise refuse(request.memory, limits, smallest)
-
-
-def _quickest_first(
-    ranked: list[tuple[tuple[float, ...], Candidate]], request: Request
-) -> list[tuple[tuple[float, ...], Candidate]]:
-    """Of those whose peaks are alike, whoever takes least time; then the others."""
-    most = request.weight(ranked[0][1].estimate) * (1 + ALIKE)
-    alike = [one for one in ranked if request.weight(one[1].estimate) <= most]
-    alike.sort(key=lambda one: one[1].estimate.seconds_added)
-    return [*alike, *(one for one in ranked if request.weight(one[1].estimate) > most)]
-
-
-def _most_kept(request: Request, candidates: list[Candidate], joint: Joint | None) -> float:
-    """Inductor reorders, so that its true peak is not quite the estimated one. What lies between
-    the passes is the same whoever runs them: of one joint graph nobody keeps more than torch
-    would."""
-    if not request.fuses or request.memory.kind not in ("auto", "min"):
-        return float("inf")
-    stock = (
-        c.estimate.kept_bytes
-        for c in candidates
-        if c.modules and c.joint and joint and c.joint.gates == joint.gates
-    )
-    return min(stock, default=float("inf"))
 
 
 def _failed(candidates: list[Candidate], refused: list[tuple[str, str]]) -> str | None:
