@@ -14,10 +14,13 @@ from torch._functorch.partitioners import default_partition
 from torch._subclasses import FakeTensorMode
 
 import ecornn
+from ecornn.echo import bits_choice
 from ecornn.echo.gradients_by_masks import BY_MASKS, written_out
 from ecornn.echo.graph import read_graph
+from ecornn.echo.joint import Pricing, make_joint
 from ecornn.echo.mask_bits import with_masks_as_bits
 from ecornn.echo.passes import Passes
+from ecornn.echo.plan.budget import Limits
 from ecornn.echo.verify import joint_differences
 from ecornn.errors import InvalidInput
 
@@ -180,3 +183,25 @@ def test_what_is_not_the_same_is_found() -> None:
         (node,) = changed.graph.find_nodes(op="call_function", target=target)
         node.target = other
         assert any("computed otherwise" in one for one in joint_differences(joint, changed, passes))
+
+
+def test_auto_does_not_plan_anew_for_masks_that_are_hardly_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = torch.randn(8, 8), torch.randn(8, 8)
+    module, passes = joint_of(lambda x, w: torch.where((x @ w).exp() > 1, x, w).sum(1), *inputs)
+    first = make_joint(module, passes.forward_outputs, (), frozenset(), pricing=Pricing(True))
+    limits = Limits(None, 0.0)
+    tried: list[Any] = []
+    monkeypatch.setattr(bits_choice, "in_bits", lambda *given: tried.append(given))
+    for masks, kind, least, plans_anew in (
+        ("auto", "auto", 10_000, False),
+        ("auto", "auto", 1_000, True),
+        ("auto", "min", 10_000, True),
+        ("bits", "auto", 10_000, True),
+        ("bytes", "min", 1_000, False),
+    ):
+        tried.clear()
+        how = (masks, kind, limits, first, [], pytest.fail, Pricing(True), least)
+        assert bits_choice.plans_in_bits(*how) == ([], limits)
+        assert bool(tried) is plans_anew

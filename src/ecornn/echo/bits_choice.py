@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from ecornn.echo.graph import FAILURES
 from ecornn.echo.joint import Joint, Pricing, in_bits
-from ecornn.echo.plan.budget import Limits
+from ecornn.echo.mask_bits import bytes_of_booleans
+from ecornn.echo.plan.budget import ALIKE, Limits
 
 Planned = TypeVar("Planned")
 #: Our plans for a joint graph within limits, each with the seconds that it adds; and the limits,
@@ -24,13 +25,17 @@ def plans_in_bits(
     refused: list[tuple[str, str]],
     plans: Plans[Planned],
     pricing: Pricing,
+    least: int,
 ) -> tuple[list[Planned], Limits]:
     """Plans for a graph in which masks have bits, if it has masks, and the limits. `masks`: as in
     `Options`; `kind`: of what is asked of memory. Where nothing is said of masks, "auto" takes bits
     only if they are free: if a plan takes no longer than the quickest one that is known. Operators
-    that run one by one always take longer."""
+    that run one by one always take longer. `least`: of the peaks that are known, the lowest: "auto"
+    does not plan anew for masks that are hardly anything of it."""
     asked, auto = masks == "bits", kind == "auto"
     if masks == "bytes" or first.large or (auto and not asked and not pricing.fuses):
+        return [], limits
+    if auto and not asked and _saved_by_bits(first.as_written) < ALIKE * least:
         return [], limits
     try:
         joint = in_bits(first, pricing)
@@ -47,3 +52,7 @@ def plans_in_bits(
         within = replace(limits, seconds=limits.quickest.seconds_added, quickest=None)
     found, _ = plans(joint, within)
     return [one for seconds, one in found if seconds <= within.seconds], limits
+
+
+def _saved_by_bits(joint: Joint) -> float:
+    return bytes_of_booleans(joint.module, joint.passes) * (1 - 1 / 8)

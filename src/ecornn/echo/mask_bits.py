@@ -7,6 +7,7 @@ a mask in the place of a result that they only compare, if it is there for nobod
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ecornn.echo.forms import BITS
 from ecornn.echo.gradients_by_masks import BY_MASKS
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.passes import Passes
+from ecornn.echo.plan.prices import DRAWN
 from ecornn.echo.rewrite import duplicate
 from ecornn.echo.verify import joint_differences
 
@@ -52,21 +54,28 @@ def with_masks_as_bits(
     return changed, tuple(names), frozenset(makes_again)
 
 
+def bytes_of_booleans(module: fx.GraphModule, passes: Passes) -> int:
+    """Of those that could be bits."""
+    return sum(mask.meta["val"].numel() for mask, _ in _of_booleans(module, passes))
+
+
 def _of_booleans(changed: fx.GraphModule, passes: Passes) -> list[Mask]:
     """Those that the graph has. What can be made again of something that is there anyway need not
     be kept, and is not worth its bits."""
     nodes, operations = _by_name(changed), passes.graph.operations
+    holders = Counter(s for i in passes.needed for s in operations[i].holds)
     found = []
     for i in sorted(passes.needed):
         mask, operation = nodes[operations[i].name], operations[i]
         value = mask.meta.get("val")
         if not isinstance(value, Tensor) or value.dtype is not torch.bool or why_no_bits(value):
             continue
-        others = _storages(passes, passes.needed - {i}) | passes.held_anyway
-        of = _storages(passes, operation.uses)
-        if others.isdisjoint(operation.holds) and not (
-            operation.kind == "cheap" and of and of <= others
-        ):
+        if any(operations[used].target.startswith(DRAWN) for used in operation.uses):
+            continue  # its seed takes less
+        alone = all(holders[s] == 1 and s not in passes.held_anyway for s in operation.holds)
+        of = {s for used in operation.uses for s in operations[used].holds}
+        there = all(holders[s] or s in passes.held_anyway for s in of)
+        if alone and not (operation.kind == "cheap" and of and there):
             names = {operations[r].name for r in passes.readers[i] if r in passes.backward}
             found.append((mask, [nodes[name] for name in sorted(names)]))
     return [(mask, readers) for mask, readers in found if readers]
@@ -149,7 +158,3 @@ _ORIGINS = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitione
 
 def _by_name(module: fx.GraphModule) -> dict[str, fx.Node]:
     return {node.name: node for node in module.graph.nodes}
-
-
-def _storages(passes: Passes, some: Any) -> set[int]:
-    return {s for i in some for s in passes.graph.operations[i].holds}

@@ -149,7 +149,8 @@ def _decided(
     consider_others(request.memory, free, min(fits, default=None), consider)
     how = (request.masks, request.memory.kind, limits, first, refused)
     plans = partial(_timed_plans, request, candidates)
-    bits, limits = plans_in_bits(*how, plans, request.pricing)
+    least = min((c.estimate.peak(request.calls) for c in candidates), default=0)
+    bits, limits = plans_in_bits(*how, plans, request.pricing, least)
     try:
         chosen, modules = _of_pools(request, limits, candidates, bits, refused)
     except NotUnderstood:
