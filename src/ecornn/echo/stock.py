@@ -10,10 +10,8 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 
 from ecornn.echo.rewrite import Modules, duplicate, without_unread_draws
 
-Partitioner = Callable[..., Modules]
-
 #: In the order in which a tie is decided: whoever recomputes less comes first.
-STOCK: dict[str, Partitioner] = {
+STOCK: dict[str, Callable[..., Modules]] = {
     "keep all": default_partition,
     "torch's min-cut": min_cut_rematerialization_partition,
 }
@@ -24,13 +22,11 @@ def partitioned(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     forward_outputs: int,
-    settings: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> Modules:
-    """`settings` go to torch's partitioner as they come."""
-    partitioner, settings = STOCK[name], dict(settings)
+    """`given`: settings that go to torch's as they come."""
+    partitioner, settings = STOCK[name], dict(given)
     if partitioner is default_partition:
         settings.pop("compiler", None)
-    found: Modules = partitioner(
-        duplicate(module), inputs, num_fwd_outputs=forward_outputs, **settings
-    )
+    found = partitioner(duplicate(module), inputs, num_fwd_outputs=forward_outputs, **settings)
     return without_unread_draws(found)
