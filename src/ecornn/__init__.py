@@ -16,6 +16,7 @@ from ecornn.planner import ExecutionPlan
 
 if TYPE_CHECKING:
     from ecornn import profiler
+    from ecornn.echo.by_name import explain
     from ecornn.echo.compiled import compile
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "compile",
     "convert",
+    "explain",
     "patch",
     "profiler",
 ]
@@ -45,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from ecornn.echo.compiled import compile
 
         return compile
+    if name == "explain":
+        from ecornn.echo.by_name import explain
+
+        return explain
     if name == "profiler":
         return importlib.import_module("ecornn.profiler")
     raise AttributeError(f"module 'ecornn' has no attribute {name!r}")

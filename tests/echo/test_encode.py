@@ -130,7 +130,9 @@ def test_a_compiled_model_keeps_bits_and_the_same_gradients(memory: str) -> None
     for a, b in zip(encoded, plain, strict=True):
         assert torch.equal(a, b)
     assert bytes_kept
-    assert bits_kept == [size // 8 for size in bytes_kept]
+    # a plan that knows of bits may find that it can do without one of them
+    assert bits_kept
+    assert set(bits_kept) <= {size // 8 for size in bytes_kept}
 
 
 def test_bits_that_are_unpacked_otherwise_are_found() -> None:
@@ -143,8 +145,8 @@ def test_bits_that_are_unpacked_otherwise_are_found() -> None:
         encoded = masks_as_bits(without_unread_draws(found), num_fwd_outputs)
         wrong.append(differences(joint, passes, encoded))
         for node in encoded[1].graph.nodes:
-            if node.target is torch.ops.aten.ne.Scalar:
-                node.target = torch.ops.aten.eq.Scalar
+            if node.target is torch.ops.aten.bitwise_right_shift.Tensor:
+                node.target = torch.ops.aten.bitwise_left_shift.Tensor
         wrong.append(differences(joint, passes, encoded))
         return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
 
@@ -161,7 +163,8 @@ def test_where_masks_stay_it_is_told() -> None:
     with pytest.raises(InvalidInput, match="masks: got 'nibbles'"):
         ecornn.compile(Masked(), masks="nibbles")
     modules = (fx.GraphModule({}, fx.Graph()), fx.GraphModule({}, fx.Graph()))
-    left: Any = SimpleNamespace(passes=None, modules=modules)
+    chosen = SimpleNamespace(joint=None)
+    left: Any = SimpleNamespace(passes=None, modules=modules, chosen=chosen)
     told = GraphReport("graph", "eager", "", AUTO)
     assert in_other_forms(modules[0], left, told, Options()) is modules
     assert told.refused == []

@@ -81,6 +81,61 @@ def test_feature_maps_are_rounded_for_the_backward_pass_alone(
     assert "rounded: gradients are not eager mode's" in told
 
 
+class Activated(nn.Module):
+    """Results that both their own gradient and a product's read, under two names; halves of one;
+    and one that the model returns."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.first, self.second = nn.Linear(32, 512), nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = self.second(self.function(self.first(x))).chunk(2, -1)
+        last = torch.exp(left * right)
+        return last.sum(), last
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [torch.relu, torch.tanh, torch.sigmoid])
+def test_a_map_that_is_kept_under_several_names_is_rounded_once(
+    function: Any, dynamic: bool
+) -> None:
+    model, x = Activated(function), torch.randn(128, 32)
+    held: list[Tensor] = []
+    found = []
+    for run in (model, ecornn.compile(model, codegen="eager", maps="bf16", dynamic=dynamic)):
+        held.clear()
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+            loss, _ = run(x)
+        loss.backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        assert 0 < float((one - other).norm() / other.norm()) < 2**-6
+    rounded = sorted(tuple(kept.shape) for kept in held if kept.dtype is torch.bfloat16)
+    assert rounded == [(128, 512), (128, 512)], "the activation, and of what the halves are"
+    (graph,) = run.explain().graphs
+    assert graph.forms == [
+        "kept as bf16: 2 results, 256.00 KiB less, rounded: gradients are not eager mode's"
+    ]
+    stays = "1 results of 128.00 KiB stay as they are: the model returns it"
+    assert stays in graph.refused[0][1]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_stays_is_told_with_the_reason() -> None:
+    model, x = Maps(), torch.randn(128, 32)
+    told = str(trained_with(model, x, maps="bf16")[2].explain())
+    assert "2 results of 1.00 KiB stay as they are: a statistic" in told
+    small = str(trained_with(model, x[:16], maps="bf16")[2].explain())
+    assert "stay as they are: smaller than 64.00 KiB" in small
+    masked = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32))
+    told = str(trained_with(masked, x, masks="bits", dynamic=True)[2].explain())
+    assert "1 results of 4.00 KiB stay as they are: a mask of a size that is a symbol" in told
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("maps", ["bf16", "fp8"])
 def test_inputs_results_and_statistics_stay(maps: str) -> None:
@@ -191,10 +246,10 @@ def test_places_that_are_not_known_stay() -> None:
         with mode:
             node.meta["val"] = torch.empty(4, dtype=torch.int64)
         assert places_told_apart(node) == bound
-        form = chosen_form(node, Options(masks="bits"), "inductor")
+        form = chosen_form(node, Options(masks="bits"))
         suffix = {None: None, 4: "uint8", 70_000: "int32"}[bound]
-        assert (None if form is None else form.suffix) == suffix
-        assert chosen_form(node, Options(), "eager") is None
+        assert (None if isinstance(form, str) else form.suffix) == suffix
+        assert chosen_form(node, Options()) == ""
         view = graph.call_function(aten.unsqueeze.default, (node, -1))
         other = graph.call_function(aten.view.dtype, (node, torch.float64))
         with mode:
@@ -226,7 +281,8 @@ def test_a_wrong_way_back_is_found() -> None:
         found = default_partition(duplicate(joint), inputs, num_fwd_outputs=num_fwd_outputs)
         mine = without_unread_draws(found)
         options = Options(maps="fp8")
-        assert encode(mine, num_fwd_outputs, lambda node: chosen_form(node, options, "eager"))
+        found = encode(mine, num_fwd_outputs, lambda node: chosen_form(node, options))
+        assert found.encoded
         wrong.append(differences(joint, passes, mine))
         for node in mine[1].graph.nodes:
             scaled = node.target is torch.ops.aten.mul.Tensor and "scale" in str(node.args[1])

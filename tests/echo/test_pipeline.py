@@ -15,6 +15,7 @@ from ecornn.echo import pipeline
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.options import read_memory
 from ecornn.echo.pipeline import Decision, Request, decide
+from ecornn.echo.stock import STOCK
 from ecornn.errors import InvalidInput
 
 
@@ -143,7 +144,7 @@ def test_for_inductor_nobody_keeps_more_than_torch_would(memory: str) -> None:
 
 
 def test_what_is_rewritten_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock: Iterator[list[str]] = iter([[] for _ in pipeline.STOCK])  # looked at first, and right
+    stock: Iterator[list[str]] = iter([[] for _ in STOCK])  # looked at first, and right
     wrong = ["gradient 0 is computed otherwise"]
     monkeypatch.setattr(pipeline, "differences", lambda *_: next(stock, wrong))
     decision, grads = run(Attention(steps=6), torch.randn(4, 40, 16))
@@ -197,6 +198,23 @@ def test_a_strategy_of_torchs_that_fails_is_named(monkeypatch: pytest.MonkeyPatc
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no flow")
 
-    monkeypatch.setitem(pipeline.STOCK, "torch's min-cut", fails)
+    monkeypatch.setitem(STOCK, "torch's min-cut", fails)
     decision, _ = run(nn.Linear(3, 3), torch.randn(2, 3))
     assert decision.refused == (("torch's min-cut", "no flow"),)
+
+
+@pytest.mark.parametrize("error", [KeyError("val"), IndexError("9"), ValueError("odd"), TypeError])
+def test_an_analysis_that_fails_leaves_the_graph_to_torch(
+    error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    monkeypatch.setattr(pipeline, "plans_for", fails)
+    decision, grads = run(model, x)
+    assert "the analysis failed with" in (decision.fallback or "")
+    for one, other in zip(grads, eager(model, x), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(NotUnderstood, match="cannot be promised, since the analysis failed"):
+        run(model, x, "1GiB")

@@ -214,6 +214,29 @@ def test_what_the_forward_pass_writes_to_is_not_read_again() -> None:
     assert torch.equal(model.seen, twin.seen)
 
 
+class Branching(nn.Module):
+    """A branch that depends on numbers is a graph within the graph, and has its own gradient's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = (lambda y: y.sin(), lambda y: y.cos())
+        return self.second(torch.cond(x.sum() > 0, *branches, (torch.tanh(self.first(x)),)))
+
+
+@pytest.mark.parametrize("memory", ["auto", "min", 1.0, "1GiB"])
+def test_branches_that_depend_on_numbers(memory: str | float) -> None:
+    model = Branching()
+    compiled = ecornn.compile(model, memory=memory)
+    for x in (torch.ones(6, 8), -torch.ones(6, 8)):
+        x.requires_grad_()
+        assert_equal(grads(compiled, model, x), grads(model, model, x))
+    (graph,) = plans(compiled)
+    assert graph.fallback is None
+
+
 def test_two_forward_passes_before_their_backward_passes() -> None:
     """Compared with torch's own: a graph's gradients are summed before those of another."""
     model = Gated()
@@ -247,7 +270,8 @@ def _free_port() -> int:
 
 
 def _train_in_parallel(rank: int, port: int, found: Any) -> None:
-    """Gradients by DDP and by FSDP2, beside the mean of those of the model alone."""
+    """Gradients by DDP and by FSDP2, of a model and of a compiled one, beside the mean of
+    those of the model alone."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -268,6 +292,13 @@ def _train_in_parallel(rank: int, port: int, found: Any) -> None:
         planned = any(graph.chosen is not None for graph in backend.report.graphs)
         found[name, rank] = (close, planned)
         torch._dynamo.reset()
+    if fully_shard is not None:
+        whole = fully_shard(ecornn.compile(copy.deepcopy(model), memory="min"), mesh=mesh)
+        mine = grads_of_sum(whole, whole, inputs[rank])
+        close = all(
+            torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(mine, expected, strict=True)
+        )
+        found["fsdp2 of a compiled model", rank] = (close, bool(plans(whole)))
     dist.destroy_process_group()
 
 
@@ -283,5 +314,6 @@ def test_in_two_processes() -> None:
     with mp.get_context("spawn").Manager() as manager:
         found = manager.dict()
         mp.spawn(_train_in_parallel, args=(_free_port(), found), nprocs=2)
-        ways = ("ddp", "fsdp2") if fully_shard is not None else ("ddp",)
+        sharded = ("fsdp2", "fsdp2 of a compiled model")
+        ways = ("ddp", *sharded) if fully_shard is not None else ("ddp",)
         assert dict(found) == {(way, rank): (True, True) for way in ways for rank in range(2)}

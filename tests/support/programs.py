@@ -22,6 +22,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax": lambda a, b: a.softmax(-1) * b,
     "dropout": lambda a, b: F.dropout(a, 0.3) + b,
     "chosen": lambda a, b: torch.where(a > 0, a, b),
+    "rectified": lambda a, b: F.relu(a).sum(-1, keepdim=True) * b,
     "a view of a view": lambda a, b: a.reshape(-1).view(a.shape) * b,
     "largest": lambda a, b: a.max(-1, keepdim=True).values * b,
 }
@@ -33,6 +34,8 @@ two_hundred = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+#: Fewer, for what compiles each of them.
+forty = settings(two_hundred, max_examples=40)
 PROGRAMS = st.lists(
     st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9)),
     min_size=1,

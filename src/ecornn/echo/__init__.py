@@ -3,7 +3,8 @@
 Importing this room registers the backend "echo", for sources that were not installed.
 """
 
-from ecornn.echo.backend import FellBack, compiled_by_name, register
+from ecornn.echo.backend import FellBack, register
+from ecornn.echo.by_name import compiled_by_name
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.report import Report
 

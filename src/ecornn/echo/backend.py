@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ecornn._version import __version__
+from ecornn.echo.by_name import compiled_by_name
 from ecornn.echo.calls_noted import CommonInputs
 from ecornn.echo.cells import without_fused_cells
 from ecornn.echo.differentiated_once import differentiated_once
@@ -136,6 +137,8 @@ class _Partition:
         request = Request(
             *(backend.options.memory, backend.calls, settings),
             *(backend.beside_s, backend.among_others),
+            masks=backend.options.masks,
+            measure=backend.options.measure,
         )
         decision = decide(joint, inputs, num_fwd_outputs, request)
         if decision.chosen.joint is not None:
@@ -297,17 +300,16 @@ def sources_key() -> str:
     return digest.hexdigest()
 
 
-#: What `torch.compile(..., backend="echo")` decided in this process; the latest graphs.
-compiled_by_name = Report(most=64)
-
-
 def echo(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend by its name."""
     backend = EchoBackend(read_options(options))
-    backend.report = compiled_by_name
-    return backend(module, inputs)
+    compiled = backend(module, inputs)
+    weights = [x for x in (*inputs, *module.parameters()) if isinstance(x, nn.Parameter)]
+    for told in backend.report.graphs:
+        compiled_by_name.add(told, weights)
+    return compiled
 
 
 def register() -> None:

@@ -28,9 +28,10 @@ def compile(  # torch's name for it
     regions: str | Sequence[str | nn.Module] = "auto",
     dynamic: bool | None = None,
     lean: bool | str = True,
-    masks: str = "bytes",
+    masks: str = "auto",
     maps: str = "exact",
     recurrent: str = "auto",
+    measure: bool = False,
 ) -> Any:
     """Compile a model or a function with Echo.
 
@@ -44,18 +45,23 @@ def compile(  # torch's name for it
         many words, are replaced by ones that give the same bits. torch's recurrent layers outside
         such parts are run again in the backward pass: with "layers", or memory "min", all of them,
         with a budget as few as are enough, with "auto" those that are nearly free.
-    masks: "bits" keeps booleans eight to a byte, with code generation "eager" only, and indices in
-        as few bytes as tell them apart.
+    masks: "bits" keeps booleans eight to a byte, those that ReLU's gradient needs among them, and
+        indices in as few bytes as tell them apart; "auto" has a plan for less memory keep bits
+        where it is better for it; "bytes" never does.
     maps: "bf16" or "fp8" keeps feature maps rounded to 16 or 8 bits; gradients are not eager mode's
         then. "exact" rounds nothing.
     recurrent: layers of torch.nn are made to run on this package's kernels at the first call, as by
         `ecornn.convert`, where code is generated ("inductor") and these kernels serve them.
         "torch" leaves them as they are; so do parts that are named and lean="layers".
 
+    measure: plans are made by times of operators that were measured on this device, and are kept
+        for later, in the place of a roofline where they may be run again.
+
     A model's parameters, `state_dict`, training mode and devices are those of the compiled one,
     which also has `explain()`.
     """
-    options = read_options({"memory": memory, "codegen": codegen, "masks": masks, "maps": maps})
+    asked = {"memory": memory, "codegen": codegen, "masks": masks, "maps": maps}
+    options = read_options({**asked, "measure": measure})
     if lean not in (True, False, "layers"):
         raise InvalidInput("lean", repr(lean), 'True, False or "layers"', "give one of these")
     if recurrent not in ("auto", "torch"):
@@ -136,6 +142,8 @@ class CompiledModel(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training":
             self.__dict__[name] = self._orig_mod.training = value
+        elif name.startswith("__"):  # `fully_shard` gives it another class
+            object.__setattr__(self, name, value)
         elif name in self.__dict__:
             self.__dict__[name] = value
         else:
@@ -182,8 +190,15 @@ class CompiledModel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod.named_buffers(*args, **kwargs)
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self._orig_mod.named_modules(*args, **kwargs)
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        if type(self) is not CompiledModel and self not in memo:
+            # `fully_shard` looks for what it gave its own class and state to
+            memo.add(self)
+            yield prefix, self
+        yield from self._orig_mod.named_modules(memo, prefix, remove_duplicate)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._orig_mod, *self._asked)

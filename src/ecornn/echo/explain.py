@@ -190,6 +190,7 @@ def _head(graph: GraphReport) -> list[str]:
         *_peaks(graph, chosen, before),
         f"kept between the passes by one call: {kept}",
         f"predicted time added: {chosen.seconds_added * 1e6:.1f} µs, {share:.1f} % of both passes",
+        *([graph.times] if graph.times else []),
     ]
     return [*lines, *_refused(graph)]
 

@@ -41,20 +41,28 @@ class Form:
 
 
 def bits_of(mask: Tensor) -> Tensor:
-    """A byte for eight booleans, in the order of the dimensions; the last one filled with zeros."""
+    """A byte for eight booleans that are as far apart as there are bytes, so that compiled code
+    reads and writes side by side; what is left over is zeros."""
     flat = mask.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -flat.shape[0] % 8)).view(-1, 8)
-    return torch.where(padded, _powers(mask), 0).sum(-1, dtype=torch.uint8)
+    count = -(-flat.shape[0] // 8)
+    if more := 8 * count - flat.shape[0]:
+        flat = torch.nn.functional.pad(flat, (0, more))
+    planes = convert(flat.view(8, count), torch.uint8)
+    return torch.bitwise_left_shift(planes, _places(mask)).sum(0, dtype=torch.uint8)
 
 
 def mask_of(bits: Tensor, shape: torch.Size) -> Tensor:
-    flat = torch.bitwise_and(bits.unsqueeze(-1), _powers(bits)).ne(0).view(-1)
-    return flat[: shape.numel()].view(shape)
+    planes = torch.bitwise_and(torch.bitwise_right_shift(bits, _places(bits)), 1)
+    flat: Tensor = convert(planes, torch.bool).view(-1)
+    return (flat if shape.numel() == flat.shape[0] else flat[: shape.numel()]).view(shape)
 
 
-def _powers(like: Tensor) -> Tensor:
-    eight = torch.arange(8, dtype=torch.uint8, device=like.device)
-    return torch.bitwise_left_shift(torch.ones_like(eight), eight)
+def _places(like: Tensor) -> Tensor:
+    # not arange: inductor has it written otherwise before graphs are split
+    eight: Tensor = torch.ops.prims.iota(
+        8, start=0, step=1, dtype=torch.uint8, device=like.device, requires_grad=False
+    )
+    return eight.unsqueeze(-1)
 
 
 def _scaled(given: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,12 @@ class NotUnderstood(EcornnError, RuntimeError):
     """A graph that the analysis cannot follow; says why."""
 
 
+#: What an analysis raises on a graph that it was not made for. The model runs without it.
+FAILURES = (
+    *(RuntimeError, NotImplementedError, TypeError, AssertionError),
+    *(KeyError, IndexError, ValueError),
+)
+
 #: What can be said of an operation without knowing its numbers:
 #: "input"    given to the graph
 #: "constant" belongs to the graph

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ecornn.echo.encode import can_be_bits, encode
+from ecornn.echo.encode import encode, why_no_bits
 from ecornn.echo.forms import BF16, BITS, FP8, NARROW, Form
-from ecornn.echo.graph import number_of_the_call
+from ecornn.echo.graph import FAILURES, number_of_the_call
 from ecornn.echo.options import Options
 from ecornn.echo.pipeline import Decision
 from ecornn.echo.plan.fused import REDUCTIONS
@@ -50,51 +50,60 @@ def in_other_forms(
 ) -> Modules:
     """The two passes, or those as they were and the reason in the report."""
     passes, (forward, backward) = decision.passes, decision.modules
-    if options.masks == "bytes" and options.maps == "exact":
+    told.forms = tell_bits(decision)
+    if options.masks != "bits" and options.maps == "exact":
         return decision.modules
     if passes is None:
         told.refused.append((STEP, "the graph was left to torch"))
         return decision.modules
-    if options.masks == "bits" and told.codegen != "eager":
-        why = f"not with code generation {told.codegen}, which would run them as kernels more"
-        told.refused.append(("masks as bits", why))
     before = differences(joint, passes, decision.modules)
     encoded = duplicate(forward), duplicate(backward)
 
-    def choose(node: fx.Node) -> Form | None:
-        return chosen_form(node, options, told.codegen)
+    def choose(node: fx.Node) -> Form | str:
+        return chosen_form(node, options)
 
-    found = encode(encoded, passes.forward_outputs, choose)
-    wrong = [one for one in differences(joint, passes, encoded) if one not in before]
+    try:
+        found = encode(encoded, passes.forward_outputs, choose)
+        wrong = [one for one in differences(joint, passes, encoded) if one not in before]
+    except FAILURES as error:
+        told.refused.append((STEP, f"{type(error).__name__}: {error}"))
+        return decision.modules
     if wrong:
         told.refused.append((STEP, f"not the same computation: {wrong[0]}"))
         return decision.modules
-    told.forms = tell(found)
+    told.forms += tell(found.encoded)
+    told.refused += [(STEP, why) for why in tell_left(found.left)]
     return encoded
 
 
-def chosen_form(node: fx.Node, options: Options, codegen: str) -> Form | None:
-    if options.masks == "bits" and (bound := places_told_apart(node)) is not None:
-        return next((form for most, form in NARROW.items() if bound <= most), None)
-    if options.masks == "bits" and codegen == "eager" and can_be_bits(node):
-        return BITS
-    if options.maps != "exact" and is_map(node, options.maps):
-        return LOSSY[options.maps]
-    return None
-
-
-def is_map(node: fx.Node, form: str) -> bool:
-    """A feature map: large, in wide numbers, and no statistic."""
+def chosen_form(node: fx.Node, options: Options) -> Form | str:
+    """Or why it stays as it is; "" where nothing else was asked for."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype not in WIDE[form]:
-        return False
+    if not isinstance(value, Tensor):
+        return ""
+    if options.masks == "bits" and (bound := places_told_apart(node)) is not None:
+        return next((form for most, form in NARROW.items() if bound <= most), "")
+    if options.masks == "bits" and value.dtype is torch.bool:
+        return why_no_bits(value) or BITS
+    if options.maps != "exact" and value.dtype in WIDE[options.maps]:
+        return why_no_map(node) or LOSSY[options.maps]
+    return ""
+
+
+def why_no_map(node: fx.Node) -> str:
+    """Why a result in wide numbers is not one to round; "" if it is."""
+    value: Tensor = node.meta["val"]
     made: Any = node.target
-    if made is operator.getitem:
-        if node.args[1] != 0:  # beside its result an operator returns statistics
-            return False
+    of_several = made is operator.getitem
+    if of_several:
         made = node.args[0].target  # type: ignore[union-attr]
     packet = getattr(getattr(made, "overloadpacket", None), "__name__", "")
-    return _bytes(value) >= LEAST_MAP_BYTES and _is_dense(value) and packet not in REDUCTIONS
+    # beside its result an operator returns statistics
+    if (of_several and node.args[1] != 0) or packet in REDUCTIONS:
+        return "a statistic"
+    if _bytes(value) < LEAST_MAP_BYTES:
+        return f"smaller than {size_text(LEAST_MAP_BYTES)}"
+    return "" if _is_dense(value) else "its numbers do not lie side by side"
 
 
 def _bytes(value: Tensor) -> int:
@@ -158,6 +167,29 @@ def tell(found: list[tuple[fx.Node, Form]]) -> list[str]:
         f"kept as {suffix}: {count} results, {size_text(saved[suffix])} less"
         + (", rounded: gradients are not eager mode's" if suffix in LOSSY else ", without loss")
         for suffix, count in counts.items()
+    ]
+
+
+def tell_bits(decision: Decision) -> list[str]:
+    """Of masks whose bits the plan keeps, in a sentence."""
+    joint = decision.chosen.joint
+    if joint is None or not joint.bits:
+        return []
+    arriving = decision.modules[1].graph.find_nodes(op="placeholder")
+    kept = [node for node in arriving if node.name in joint.bits]
+    size = sum(_bytes(node.meta["val"]) for node in kept)
+    return [f"masks of which the plan keeps bits: {len(kept)}, {size_text(size)}"] if kept else []
+
+
+def tell_left(left: list[tuple[fx.Node, str]]) -> list[str]:
+    """What stays as it is, by reason."""
+    counts, sizes = Counter[str](), Counter[str]()
+    for node, why in left:
+        counts[why] += 1
+        sizes[why] += _bytes(node.meta["val"])
+    return [
+        f"{count} results of {size_text(sizes[why])} stay as they are: {why}"
+        for why, count in counts.items()
     ]
 
 

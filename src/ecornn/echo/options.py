@@ -10,7 +10,7 @@ from ecornn.errors import InvalidInput
 from ecornn.sizes import read_size, size_text
 
 CODEGENS = ("inductor", "eager")
-MASKS = ("bytes", "bits")
+MASKS = ("auto", "bits", "bytes")
 MAPS = ("exact", "bf16", "fp8")
 _MEMORY = '"auto", "min", a size such as "6GiB", bytes as an integer, or a fraction in (0, 1]'
 
@@ -44,24 +44,27 @@ class Options:
     memory: Memory = AUTO
     #: None: "inductor" on CUDA where Triton is installed, "eager" elsewhere.
     codegen: str | None = None
-    #: "bits": kept booleans eight to a byte, with code generation "eager", and indices in as few
-    #: bytes as tell them apart.
-    masks: str = "bytes"
+    #: "bits": kept booleans eight to a byte, those of ReLU among them, and indices in as few bytes
+    #: as tell them apart; "auto": booleans, where a plan is better for it.
+    masks: str = "auto"
     #: "bf16", "fp8": kept feature maps are rounded to it.
     maps: str = "exact"
+    #: Times of operators are measured, once for a device, in the place of a roofline.
+    measure: bool = False
 
 
 def read_options(given: Mapping[str, Any] | None) -> Options:
     """From what `torch.compile(..., options=...)` was given."""
     given = dict(given or {})
     memory, codegen = given.pop("memory", "auto"), given.pop("codegen", None)
-    masks, maps = given.pop("masks", "bytes"), given.pop("maps", "exact")
+    masks, maps = given.pop("masks", "auto"), given.pop("maps", "exact")
+    measure = given.pop("measure", False)
     if given:
         unknown = ", ".join(sorted(map(repr, given)))
-        known = "'memory', 'codegen', 'masks' and 'maps'"
+        known = "'memory', 'codegen', 'masks', 'maps' and 'measure'"
         raise InvalidInput("options", unknown, known, "remove or correct what is unknown")
     if masks not in MASKS:
-        raise InvalidInput("masks", repr(masks), "'bytes' or 'bits'", "give one of these")
+        raise InvalidInput("masks", repr(masks), "'auto', 'bits' or 'bytes'", "give one of these")
     if maps not in MAPS:
         raise InvalidInput("maps", repr(maps), "'exact', 'bf16' or 'fp8'", "give one of these")
     if codegen not in (None, *CODEGENS):
@@ -72,7 +75,9 @@ def read_options(given: Mapping[str, Any] | None) -> Options:
             "leave it out to let Echo"
             " take 'inductor' on CUDA where Triton is installed and 'eager' elsewhere",
         )
-    return Options(read_memory(memory), codegen, masks, maps)
+    if not isinstance(measure, bool):
+        raise InvalidInput("measure", repr(measure), "True or False", "give one of these")
+    return Options(read_memory(memory), codegen, masks, maps, measure)
 
 
 def read_memory(given: Any) -> Memory:

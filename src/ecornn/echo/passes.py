@@ -11,10 +11,12 @@ from ecornn.echo.graph import Graph
 @dataclass(frozen=True)
 class Passes:
     """A joint graph whose first `forward_outputs` outputs are the forward pass's; inputs named
-    `tangents…` are the gradients that arrive."""
+    `tangents…` are the gradients that arrive. `anywhere`: operations that are made wherever they
+    are read, and are kept for nobody."""
 
     graph: Graph
     forward_outputs: int
+    anywhere: frozenset[int] = frozenset()
 
     @cached_property
     def backward(self) -> frozenset[int]:
@@ -28,10 +30,19 @@ class Passes:
 
     @cached_property
     def needed(self) -> frozenset[int]:
-        """Results of the forward pass that the backward pass uses or returns."""
-        used = {used for i in self.backward for used in self.graph.operations[i].uses}
-        returned = {i for i in self.graph.outputs[self.forward_outputs :] if i is not None}
-        return frozenset((used | returned) - self.backward)
+        """Results of the forward pass that the backward pass uses or returns; in the place of what
+        is made wherever it is read, those of which that is made."""
+        operations = self.graph.operations
+        waiting = [used for i in self.backward for used in operations[i].uses]
+        waiting += [i for i in self.graph.outputs[self.forward_outputs :] if i is not None]
+        found: set[int] = set()
+        while waiting:
+            i = waiting.pop()
+            if i in self.anywhere:
+                waiting += operations[i].uses
+            elif i not in self.backward:
+                found.add(i)
+        return frozenset(found)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:

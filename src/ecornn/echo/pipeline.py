@@ -6,34 +6,30 @@ worse than they are, and are what is left when a graph is not understood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import fx
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
-from ecornn.echo.graph import NotUnderstood
-from ecornn.echo.joint import Joint, make_joint
+from ecornn.echo.bits_choice import plans_in_bits
+from ecornn.echo.graph import FAILURES, NotUnderstood
+from ecornn.echo.joint import Joint, Pricing, make_joint
 from ecornn.echo.keep_choice import consider_others, kept_first
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls
 from ecornn.echo.options import AUTO, Memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, OfTorch, plans_for, rank, refuse
+from ecornn.echo.plan.budget import NO_LIMITS, Limits, OfTorch, plans_for, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices
-from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
+from ecornn.echo.ranking import most_kept, place, quickest_first
+from ecornn.echo.rewrite import Modules, duplicate, program_of, split
+from ecornn.echo.stock import STOCK, partitioned
 from ecornn.echo.verify import differences, refusal, writes
+from ecornn.errors import EcornnError
 from ecornn.garbage import no_garbage_collected
 
-Partitioner = Callable[..., Modules]
-
-#: torch's own, in the order in which a tie is decided: whoever recomputes less comes first.
-STOCK: dict[str, Partitioner] = {
-    "keep all": default_partition,
-    "torch's min-cut": min_cut_rematerialization_partition,
-}
 #: How many of our own plans are rewritten before torch's are taken.
 TRIES = 3
 
@@ -43,18 +39,24 @@ class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
     passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
     takes outside the graph, for each of these calls. `among_others`: other parts of a model run
-    between its passes."""
+    between its passes. `masks` and `measure`: as in `Options`."""
 
     memory: Memory = AUTO
     calls: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     beside_s: float = 0.0
     among_others: bool = False
+    masks: str = "bytes"
+    measure: bool = False
 
     @property
     def fuses(self) -> bool:
         """What runs is compiled by inductor."""
         return bool(self.settings.get("compiler") == "inductor")
+
+    @property
+    def pricing(self) -> Pricing:
+        return Pricing(self.fuses, self.measure)
 
     def weight(self, estimate: Estimate) -> int:
         return estimate.weight(self.calls, among_others=self.among_others)
@@ -100,7 +102,13 @@ def decide(
     """The best split for a request. Raises where a budget in bytes cannot be met."""
     # 4.3 of 11.9 s went into it for an encoder-decoder transformer of 4,968 nodes
     with no_garbage_collected():
-        return _decided(module, inputs, forward_outputs, request)
+        try:
+            return _decided(module, inputs, forward_outputs, request)
+        except EcornnError:  # what was asked for cannot be had, or no way to split is right
+            raise
+        except FAILURES as error:
+            why = f"the analysis failed with {type(error).__name__}: {_first_line(error)}"
+            return _left_to_torch(module, inputs, forward_outputs, request, why)
 
 
 def _decided(
@@ -109,9 +117,9 @@ def _decided(
     try:
         calls = recurrent_calls(module)
         gates = kept_first(request.memory, calls)
-        first = make_joint(module, forward_outputs, calls, gates, fuses=request.fuses)
+        first = make_joint(module, forward_outputs, calls, gates, pricing=request.pricing)
         why = refusal(first.as_written.module, first.as_written.passes)
-    except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
+    except NotUnderstood as error:
         why = _first_line(error)
     if why is not None:
         return _left_to_torch(module, inputs, forward_outputs, request, why)
@@ -123,9 +131,9 @@ def _decided(
         left = (gates - {call.name for call in again}) | {call.name for call in kept}
         try:
             joint = make_joint(
-                module, forward_outputs, calls, left, again, kept, fuses=request.fuses
+                module, forward_outputs, calls, left, again, kept, pricing=request.pricing
             )
-        except (NotUnderstood, RuntimeError, NotImplementedError, TypeError) as error:
+        except FAILURES as error:
             refused.append((f"{len(again or kept)} recurrent layers", _first_line(error)))
             return False
         found, _ = considered(joint, limits)
@@ -134,13 +142,17 @@ def _decided(
             most = of_torch.get("torch's min-cut", of_torch.get("keep all", 0))
             found = [one for one in found if one.estimate.peak(request.calls) <= most]
         candidates.extend(found)
-        return any(_place(one, limits, request) is not None for one in found)
+        return any(place(one, limits, request) is not None for one in found)
 
-    fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request)]
+    fits = [c.estimate.seconds_added for c in candidates if place(c, limits, request)]
     free = [call for call in calls if call.free]
     consider_others(request.memory, free, min(fits, default=None), consider)
+    how = (request.masks, request.memory.kind, limits, first, refused)
+    plans = partial(_timed_plans, request, candidates)
+    least = min((c.estimate.peak(request.calls) for c in candidates), default=0)
+    bits, limits = plans_in_bits(*how, plans, request.pricing, least)
     try:
-        chosen, modules = _first_that_is_right(request, limits, candidates, refused)
+        chosen, modules = _of_pools(request, limits, candidates, bits, refused)
     except NotUnderstood:
         if not first.large:
             raise
@@ -148,6 +160,7 @@ def _decided(
         chosen, modules = _first_that_is_right(request, limits, of_torch, refused)
         candidates = [*of_torch, *candidates]
     assert chosen.joint is not None
+    candidates += bits
     return Decision(
         *(request, chosen, modules, tuple(candidates), tuple(refused)),
         *(chosen.joint.passes, chosen.joint.prices, limits),
@@ -219,6 +232,15 @@ def _plans(
     return plans, own
 
 
+def _timed_plans(
+    request: Request, candidates: list[Candidate], joint: Joint, limits: Limits | None
+) -> tuple[list[tuple[float, Candidate]], Limits]:
+    """As `_plans`, each with the seconds that it adds; torch's first candidate keeps all."""
+    before = next((c.estimate.peak(request.calls) for c in candidates if c.modules), 0)
+    found, own = _plans(request, joint, limits, before=before)
+    return [(one.estimate.seconds_added, one) for one in found], own
+
+
 def kept_by(candidate: Candidate) -> frozenset[int]:
     """What a split of torch's hands from one pass to the other."""
     assert candidate.modules is not None
@@ -237,10 +259,20 @@ def _with_gates(estimate: Estimate, joint: Joint) -> Estimate:
     return replace(estimate, seconds_added=estimate.seconds_added + joint.added_s)
 
 
-def _place(candidate: Candidate, limits: Limits, request: Request) -> tuple[float, ...] | None:
-    bounds = limits if candidate.plan else Limits(limits.bytes, float("inf"))
-    others = request.among_others
-    return rank(bounds, candidate.estimate, request.calls, among_others=others)
+def _of_pools(
+    request: Request,
+    limits: Limits,
+    candidates: list[Candidate],
+    bits: list[Candidate],
+    refused: list[tuple[str, str]],
+) -> tuple[Candidate, Modules]:
+    """Where bits are asked for, other plans serve if none that can keep them does."""
+    if request.masks == "bits" and bits:
+        try:
+            return _first_that_is_right(request, limits, bits, refused)
+        except EcornnError:
+            pass
+    return _first_that_is_right(request, limits, [*candidates, *bits], refused)
 
 
 def _first_that_is_right(
@@ -252,14 +284,14 @@ def _first_that_is_right(
     """In order of rank; what was rewritten wrongly is never used."""
     ranked = []
     for candidate in candidates:
-        if candidate.estimate.kept_bytes > _most_kept(request, candidates, candidate.joint):
+        if candidate.estimate.kept_bytes > most_kept(request, candidates, candidate.joint):
             continue
-        place = _place(candidate, limits, request)
-        if place is not None:
-            ranked.append((place, candidate))
+        its_place = place(candidate, limits, request)
+        if its_place is not None:
+            ranked.append((its_place, candidate))
     ranked.sort(key=lambda one: one[0])
     if request.memory.kind == "auto" and ranked:
-        ranked = _quickest_first(ranked, request)
+        ranked = quickest_first(ranked, request)
     tried = 0
     for _, candidate in ranked:
         if candidate.modules is not None:
@@ -271,7 +303,7 @@ def _first_that_is_right(
         try:
             modules = split(duplicate(joint.module), passes, plan.kept, plan.window)
             wrong = differences(joint.as_written.module, passes, modules)
-        except (NotUnderstood, AssertionError, RuntimeError) as error:
+        except FAILURES as error:
             wrong = [_first_line(error)]
         if not wrong:
             return candidate, modules
@@ -281,30 +313,6 @@ def _first_that_is_right(
     affordable = [c for c in candidates if not c.plan or c.estimate.seconds_added <= limits.seconds]
     smallest = min(candidate.estimate.peak(request.calls) for candidate in affordable)
     raise refuse(request.memory, limits, smallest)
-
-
-def _quickest_first(
-    ranked: list[tuple[tuple[float, ...], Candidate]], request: Request
-) -> list[tuple[tuple[float, ...], Candidate]]:
-    """Of those whose peaks are alike, whoever takes least time; then the others."""
-    most = request.weight(ranked[0][1].estimate) * (1 + ALIKE)
-    alike = [one for one in ranked if request.weight(one[1].estimate) <= most]
-    alike.sort(key=lambda one: one[1].estimate.seconds_added)
-    return [*alike, *(one for one in ranked if request.weight(one[1].estimate) > most)]
-
-
-def _most_kept(request: Request, candidates: list[Candidate], joint: Joint | None) -> float:
-    """Inductor reorders, so that its true peak is not quite the estimated one. What lies between
-    the passes is the same whoever runs them: of one joint graph nobody keeps more than torch
-    would."""
-    if not request.fuses or request.memory.kind not in ("auto", "min"):
-        return float("inf")
-    stock = (
-        c.estimate.kept_bytes
-        for c in candidates
-        if c.modules and c.joint and joint and c.joint.gates == joint.gates
-    )
-    return min(stock, default=float("inf"))
 
 
 def _failed(candidates: list[Candidate], refused: list[tuple[str, str]]) -> str | None:
@@ -327,34 +335,19 @@ def _stock(
         # what is called twice is made again by whoever keeps all, not kept
         whose = written if name == "keep all" else joint
         try:
-            modules = _partitioned(
-                STOCK[name], whose.module, inputs, whose.passes.forward_outputs, request
-            )
+            outputs = whose.passes.forward_outputs
+            modules = partitioned(name, whose.module, inputs, outputs, request.settings)
             # torch's min-cut reads a buffer again after the forward pass has written to it (2.13)
             if wrong := differences(written.module, whose.passes, modules):
                 refused.append((strategy, f"not the same computation: {wrong[0]}"))
                 continue
-            estimate = _with_gates(_simulated(modules, whose.passes, whose.prices), whose)
+            forward, backward = (program_of(module, whose.passes) for module in modules)
+            estimate = estimate_of(whose.passes, forward, backward, whose.prices)
+            estimate = _with_gates(estimate, whose)
             found.append(Candidate(strategy, estimate, modules, joint=whose))
-        except (NotUnderstood, AssertionError, RuntimeError) as error:
+        except FAILURES as error:
             refused.append((strategy, _first_line(error)))
     return found
-
-
-def _partitioned(
-    partitioner: Partitioner,
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    forward_outputs: int,
-    request: Request,
-) -> Modules:
-    settings = dict(request.settings)
-    if partitioner is default_partition:
-        settings.pop("compiler", None)
-    found: Modules = partitioner(
-        duplicate(module), inputs, num_fwd_outputs=forward_outputs, **settings
-    )
-    return without_unread_draws(found)
 
 
 def _left_to_torch(
@@ -373,14 +366,9 @@ def _left_to_torch(
     # torch's min-cut (2.13) reads again in the backward pass what the forward pass has written to
     # since; whoever keeps all reads nothing again
     name = "keep all" if any(map(writes, module.graph.nodes)) else "torch's min-cut"
-    modules = _partitioned(STOCK[name], module, inputs, forward_outputs, request)
+    modules = partitioned(name, module, inputs, forward_outputs, request.settings)
     unknown = Candidate(name, Estimate(0, 0, 0, 0.0), modules)
     return Decision(request, unknown, modules, (unknown,), (), fallback=why)
-
-
-def _simulated(modules: Modules, passes: Passes, prices: Prices) -> Estimate:
-    forward, backward = (program_of(module, passes) for module in modules)
-    return estimate_of(passes, forward, backward, prices)
 
 
 def _first_line(error: Exception) -> str:

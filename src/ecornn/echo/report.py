@@ -79,6 +79,8 @@ class GraphReport:
     limit_bytes: int | None = None
     limit_seconds: float = 0.0
     step_seconds: float = 0.0
+    #: Where times come from, if some were measured.
+    times: str = ""
     values: list[Value] = field(default_factory=list)
     #: Layers of this package that are traced as operators, and what they keep.
     recurrent: list[RecurrentLayer] = field(default_factory=list)
@@ -127,6 +129,7 @@ class GraphReport:
         self.candidates = [_choice(candidate, calls) for candidate in decision.candidates]
         self.keep_all = next((c for c in self.candidates if c.strategy == "keep all"), None)
         self.step_seconds = decision.step_seconds
+        self.times = "" if decision.prices is None else decision.prices.told
         self.recurrent = layers_of(joint, decision)
         if self.codegen == "eager":
             self.foretold, self.not_foretold = _of_operators(decision), None

@@ -52,6 +52,8 @@ def saved(passes: Passes, kept: frozenset[int]) -> list[int]:
         if i in seen:
             continue
         seen.add(i)
+        if operations[i].kind == "constant" and not operations[i].holds:
+            continue  # a graph within the graph, such as a branch: both passes have it
         if i in kept or operations[i].kind in ("input", "number"):
             found.add(i)
         else:

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from ecornn.echo.forms import FORMS
+from ecornn.echo.forms import BITS, FORMS, Form
+from ecornn.echo.gradients_by_masks import BY_MASKS, written_out
 from ecornn.echo.graph import SYMBOLS
 from ecornn.echo.passes import Passes
 from ecornn.echo.rewrite import Modules
@@ -49,6 +50,8 @@ def differences(module: fx.GraphModule, passes: Passes, modules: Modules) -> lis
     table: dict[Any, int] = {}
     once = {op.name for op in passes.graph.operations if op.kind in ("random", "opaque")}
     joint = value_numbers(module, table, once, {})
+    if _know_other_forms(module, joint, table, (BITS,)):
+        joint = value_numbers(module, table, once, {})
     ahead = value_numbers(forward, table, once, {})
     outputs, given = passes.forward_outputs, _leaving(forward)
     between = [node for node in given[outputs:] if isinstance(node, fx.Node)]
@@ -60,6 +63,25 @@ def differences(module: fx.GraphModule, passes: Passes, modules: Modules) -> lis
         *_compared("gradient", expected[outputs:], joint, gradients, behind),
         *_passed_on(between, backward),
         *_run_once(module, forward, backward, once),
+    ]
+
+
+def joint_differences(module: fx.GraphModule, changed: fx.GraphModule, passes: Passes) -> list[str]:
+    """What is wrong with a joint graph in which masks took another form and gradients are made of
+    masks; `passes` are those of `module`."""
+    table: dict[Any, int] = {}
+    once = {op.name for op in passes.graph.operations if op.kind in ("random", "opaque")}
+    joint = value_numbers(module, table, once, {})
+    for node in module.graph.nodes:
+        if node.target in BY_MASKS:
+            sources = [joint[argument] for argument in node.args[:2]]
+            _know(written_out(node), sources, joint[node], table)
+    _know_other_forms(changed, value_numbers(changed, table, once, {}), table, (BITS,))
+    numbers = value_numbers(changed, table, once, {})
+    empty = fx.GraphModule({}, fx.Graph())
+    return [
+        *_compared("result", _leaving(module), joint, _leaving(changed), numbers),
+        *_run_once(module, changed, empty, once),
     ]
 
 
@@ -82,21 +104,31 @@ def value_numbers(
 
 
 def _know_other_forms(
-    forward: fx.GraphModule, numbers: dict[fx.Node, int], table: dict[Any, int]
-) -> None:
+    forward: fx.GraphModule,
+    numbers: dict[fx.Node, int],
+    table: dict[Any, int],
+    forms: Sequence[Form] = FORMS,
+) -> int:
     """A result that took another form and was made of it again counts as the result: what exactly
-    these operators make gets its number."""
+    these operators make gets its number. Told is of how many results."""
+    found = 0
     names = {node.name for node in forward.graph.nodes}
     for node in forward.graph.nodes:
-        for form in FORMS:
+        for form in forms:
             if form.names(node.name)[0] not in names:
                 continue
-            trip = form.there_and_back(node.meta["val"])
-            given = {placeholder.name: numbers[node] for placeholder in _given(trip)}
-            *_, last = (inner for inner in trip.graph.nodes if inner.op != "output")
-            found = value_numbers(trip, table, set(), given)
-            key = (last.op, last.target, _frozen(last.args, found), _frozen(last.kwargs, found))
-            table[key] = numbers[node]
+            _know(form.there_and_back(node.meta["val"]), [numbers[node]], numbers[node], table)
+            found += 1
+    return found
+
+
+def _know(module: fx.GraphModule, given: Sequence[int], result: int, table: dict[Any, int]) -> None:
+    """What exactly these operators make of values of these numbers has that number."""
+    names = (placeholder.name for placeholder in _given(module))
+    *_, last = (inner for inner in module.graph.nodes if inner.op != "output")
+    found = value_numbers(module, table, set(), dict(zip(names, given, strict=True)))
+    key = (last.op, last.target, _frozen(last.args, found), _frozen(last.kwargs, found))
+    table[key] = result
 
 
 def _given(module: fx.GraphModule) -> list[fx.Node]:

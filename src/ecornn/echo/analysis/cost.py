@@ -71,6 +71,15 @@ class CostModel:
             self._machines[device] = machine_of(device)
         return self._machines[device]
 
+    def told(self) -> str:
+        """In a sentence: how many of the calls that were looked up are measured, and of the others
+        why not."""
+        why = Counter(one.why for one in self._found.values() if one.source == "roofline")
+        count = len(self._found) - why.total()
+        others = "".join(f"; {n} by a roofline ({reason})" for reason, n in why.most_common())
+        trouble = "".join(f"; {one}" for one in (self.measured.trouble if self.measured else ()))
+        return f"times of operators: {count} measured{others}{trouble}"
+
     def explain(self, operations: Iterable[Operation]) -> str:
         """A line for each operator and source, the slowest first."""
         total: Counter[tuple[str, str, str]] = Counter()

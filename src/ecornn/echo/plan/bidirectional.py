@@ -71,8 +71,8 @@ class _Frontier:
         self._readers: dict[int, list[int]] = {i: [] for i in reached}
         self._missing: dict[int, int] = {}  # sources that are not kept
         for i in sorted(reached & rerun):
-            self._missing[i] = len(self._operations[i].uses)
-            for used in self._operations[i].uses:
+            self._missing[i] = len(self._uses(i))
+            for used in self._uses(i):
                 self._readers[used].append(i)
         self._unread = {i: len(readers) for i, readers in self._readers.items()}
         self._ready = [i for i, missing in self._missing.items() if not missing]
@@ -89,10 +89,13 @@ class _Frontier:
         waiting = list(self._passes.needed)
         while waiting:
             i = waiting.pop()
-            if i not in found:
+            if i not in found and i not in self._passes.anywhere:
                 found.add(i)
                 waiting += self._operations[i].uses if i in rerun else ()
         return found
+
+    def _uses(self, i: int) -> list[int]:
+        return [used for used in self._operations[i].uses if used not in self._passes.anywhere]
 
     def take(self) -> list[int]:
         """Operators not decided on whose sources are all kept, in order."""
@@ -120,7 +123,7 @@ class _Frontier:
                 self._give_up(i)
 
     def _given_up(self, group: list[int]) -> list[int]:
-        reads = Counter(used for i in group for used in self._operations[i].uses)
+        reads = Counter(used for i in group for used in self._uses(i))
         return [
             used
             for used, times in reads.items()
@@ -135,7 +138,7 @@ class _Frontier:
             if not self._missing[reader]:
                 self._ready.append(reader)
         # it reads nothing again; nor does it once it is given up in turn
-        for used in self._operations[i].uses if i in self._missing else ():
+        for used in self._uses(i) if i in self._missing else ():
             self._unread[used] -= 1
 
     def _give_up(self, i: int) -> None:

@@ -27,6 +27,7 @@ class Prices:
     bandwidth: float = float("inf")  # of the device, where it fuses
     launch: float = 0.0
     draws: Mapping[int, float] = field(default_factory=dict)  # seconds of drawing, by operation
+    told: str = ""  # where the seconds come from, if some were measured
 
     def kernel_seconds(self, moved: int, launches: int = 1) -> float:
         """Of light kernels that read and write so many bytes."""
