@@ -48,8 +48,8 @@ class EchoBackend:
     forward pass runs before its backward passes do, as a decoder's step does. `beside_s`: seconds
     that a step takes elsewhere, for each of these calls. `common`: inputs of all of them.
     `among_others`: it is a part of a model, other parts of which run between its passes.
-    `within_step`: what is asked for is a part of what is asked for a step, which is rehearsed as a
-    whole."""
+    `written_later`: what it is given is written to once it was called. `within_step`: what is asked
+    for is a part of what is asked for a step, which is rehearsed as a whole."""
 
     def __init__(
         self,
@@ -60,11 +60,13 @@ class EchoBackend:
         part: str = "",
         common: CommonInputs | None = None,
         among_others: bool = False,
+        written_later: bool = False,
         within_step: bool = False,
     ) -> None:
         self.options, self.calls, self.part = options, calls, part
         self.beside_s, self.common = beside_s, common or CommonInputs()
         self.among_others, self.within_step = among_others, within_step
+        self.written_later = written_later
         self.report = Report()
         #: What runs, for those who rehearse it; the latest last. None: nobody will.
         self.recorded: list[Recorded] | None = None
@@ -139,6 +141,7 @@ class _Partition:
             *(backend.beside_s, backend.among_others),
             masks=backend.options.masks,
             measure=backend.options.measure,
+            written_later=backend.written_later,
         )
         decision = decide(joint, inputs, num_fwd_outputs, request)
         if decision.chosen.joint is not None:
@@ -175,6 +178,7 @@ class _Partition:
         """Everything that a split depends on beside the graph."""
         one = self.backend
         asked = f"{one.options!r} {one.calls} {one.beside_s!r} {one.among_others}"
+        asked += f" {one.written_later}"
         return f"echo {asked} {sources_key()}"
 
 

@@ -35,6 +35,8 @@ class Given:
     gradients: bool  # only those count as results that have one
     results: dict[int, Tensor] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)  # to, by a call
+    #: What calls were given, and how often each had been written to when they were over.
+    after: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, given: list[Tensor], gradients: bool) -> Given:
@@ -51,6 +53,12 @@ class Given:
         its own: whoever writes to that writes to what the call was given."""
         memory = {_memory(tensor) for tensor in given}
         self.results |= {id(t): t for t in results if _memory(t) not in memory}
+        self.after += [(tensor, _version(tensor)) for tensor in given]
+
+    @property
+    def written_later(self) -> bool:
+        """To what a call was given, when it was over."""
+        return any(_version(tensor) != version for tensor, version in self.after)
 
 
 def _memory(tensor: Tensor) -> Any:
@@ -92,6 +100,10 @@ class Calls:
             path: Places(frozenset(one.fed_back - one.written), len(one.first))
             for path, one in self._repeated()
         }
+
+    def written_later(self) -> frozenset[str]:
+        """Parts that must not count on finding in the backward pass what they were given."""
+        return frozenset(path for path, one in self.given.items() if one.written_later)
 
     def _repeated(self) -> list[tuple[str, Given]]:
         return [(path, one) for path, one in self.given.items() if self.counts.get(path, 0) > 1]

@@ -39,7 +39,8 @@ class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
     passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
     takes outside the graph, for each of these calls. `among_others`: other parts of a model run
-    between its passes. `masks` and `measure`: as in `Options`."""
+    between its passes. `masks` and `measure`: as in `Options`. `written_later`: the
+    graph's inputs are written to between its passes."""
 
     memory: Memory = AUTO
     calls: int = 1
@@ -48,6 +49,7 @@ class Request:
     among_others: bool = False
     masks: str = "bytes"
     measure: bool = False
+    written_later: bool = False
 
     @property
     def fuses(self) -> bool:
@@ -121,6 +123,8 @@ def _decided(
         why = refusal(first.as_written.module, first.as_written.passes)
     except NotUnderstood as error:
         why = _first_line(error)
+    if request.written_later:
+        why = "the model writes to what it was given, which the backward pass must not read again"
     if why is not None:
         return _left_to_torch(module, inputs, forward_outputs, request, why)
     refused: list[tuple[str, str]] = []
@@ -365,7 +369,8 @@ def _left_to_torch(
         )
     # torch's min-cut (2.13) reads again in the backward pass what the forward pass has written to
     # since; whoever keeps all reads nothing again
-    name = "keep all" if any(map(writes, module.graph.nodes)) else "torch's min-cut"
+    written = request.written_later or any(map(writes, module.graph.nodes))
+    name = "keep all" if written else "torch's min-cut"
     modules = partitioned(name, module, inputs, forward_outputs, request.settings)
     unknown = Candidate(name, Estimate(0, 0, 0, 0.0), modules)
     return Decision(request, unknown, modules, (unknown,), (), fallback=why)

@@ -96,6 +96,8 @@ class Regions:
         self._nearly_free: Container[int] = NO_CALL
         #: Paths of those that are run again, around the parts.
         self.own_again: list[str] = []
+        #: Parts whose inputs the model writes to once they were called.
+        self.written_later: frozenset[str] = frozenset()
         #: By path: which of the tensors that a part is called with are the same at all calls.
         self.common: dict[str, frozenset[int]] = {}
         self.beginnings, self.checkpoints = Beginnings(), OwnCheckpoints()
@@ -246,7 +248,7 @@ class Regions:
     def _taken_over(self, found: _CountedDry) -> dict[str, int]:
         self.why_wet = None
         self.shares, self.first_call = found.shares, found.call
-        self.common = found.calls.common()
+        self.common, self.written_later = found.calls.common(), found.calls.written_later()
         if not any(places.chosen for places in found.calls.fed_back().values()):
             self.beginnings.note(self.model, Calls())
         return found.calls.counts
@@ -311,6 +313,7 @@ class Regions:
             part=path,
             common=CommonInputs(self.common.get(path, frozenset())),
             among_others=True,
+            written_later=path in self.written_later,
             within_step=self.options.memory.kind in ("bytes", "fraction"),
         )
         backend.recorded = []
