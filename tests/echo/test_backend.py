@@ -251,6 +251,28 @@ def test_inductor_generates_the_same() -> None:
     assert told.codegen == "inductor"
 
 
+def test_a_tensor_and_its_view_are_not_overwritten_one_before_the_other_is_read() -> None:
+    """Whoever keeps all hands both over, and torch takes each for memory of its own."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.score = nn.Linear(16, 16), nn.Linear(16, 1)
+
+        def forward(self, x_BSH: Tensor) -> Tensor:
+            state = x_BSH.mean(1)
+            for _ in range(2):
+                mixed = torch.tanh(state.unsqueeze(1) + self.key(x_BSH))
+                state = (self.score(mixed).softmax(1) * x_BSH).sum(1) + state
+            return state
+
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(8, 20, 16)
+    run = compiled(model, memory="auto", codegen="inductor")
+    for found, expected in zip(gradients(run, model, x), gradients(model, model, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_fall_back_warns_once_and_is_told() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

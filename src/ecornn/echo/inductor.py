@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
+from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -133,11 +134,30 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str,
     """Inductor's cache does not ask which of a backward pass's inputs may be overwritten. Code that
     overwrites them came back from it for a graph that was retained, and a second backward pass
     through that gave other gradients than the first."""
+    if settings.get("is_backward"):
+        _spare_shared(inputs)
     partitioner = config.custom_partitioner_fn
     if not settings.get("is_backward") or not isinstance(partitioner, EchoPartitioner):
         return compile_fx_inner(module, inputs, **settings)
     with config.patch(custom_partitioner_fn=partitioner.given_up(get_donated_idxs())):
         return compile_fx_inner(module, inputs, **settings)
+
+
+def _spare_shared(inputs: Sequence[Any]) -> None:
+    """torch (2.13) lets a backward pass overwrite what nobody has but it, also where it is handed
+    both a tensor and a view of it, which inductor takes for memory of their own: it wrote to the
+    one before it read the other, and a weight's gradient was another one. Such are not
+    overwritten."""
+    context = TracingContext.try_get()
+    known = None if context is None else context.fw_metadata
+    if known is None or not known.bw_donated_idxs:
+        return
+    storages = [_storage(value) for value in inputs]
+    known.bw_donated_idxs = [k for k in known.bw_donated_idxs if storages.count(storages[k]) == 1]
+
+
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _code_of(compiled: Any) -> Code:
