@@ -6,34 +6,36 @@ worse than they are, and are what is left when a graph is not understood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import fx
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.joint import Joint, make_joint
 from ecornn.echo.keep_choice import consider_others, kept_first
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls
-from ecornn.echo.options import AUTO, Memory
+from ecornn.echo.options import AUTO, BUDGETS, MIN, Memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.plan.budget import ALIKE, NO_LIMITS, Limits, OfTorch, plans_for, rank, refuse
+from ecornn.echo.plan.budget import (
+    ALIKE,
+    NO_LIMITS,
+    DoesNotFit,
+    Limits,
+    OfTorch,
+    plans_for,
+    rank,
+    refuse,
+)
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices
-from ecornn.echo.rewrite import Modules, duplicate, program_of, split, without_unread_draws
+from ecornn.echo.rewrite import Modules, duplicate, program_of, split
+from ecornn.echo.stock import STOCK, partitioned
 from ecornn.echo.verify import differences, refusal, writes
 from ecornn.garbage import no_garbage_collected
 
-Partitioner = Callable[..., Modules]
-
-#: torch's own, in the order in which a tie is decided: whoever recomputes less comes first.
-STOCK: dict[str, Partitioner] = {
-    "keep all": default_partition,
-    "torch's min-cut": min_cut_rematerialization_partition,
-}
 #: How many of our own plans are rewritten before torch's are taken.
 TRIES = 3
 
@@ -43,13 +45,16 @@ class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
     passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
     takes outside the graph, for each of these calls. `among_others`: other parts of a model run
-    between its passes."""
+    between its passes. `of_torch`: the one of its ways that alone is asked for. `or_least`: where
+    no estimate fits a budget, the plan that holds least is taken, and is not refused."""
 
     memory: Memory = AUTO
     calls: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     beside_s: float = 0.0
     among_others: bool = False
+    of_torch: str | None = None
+    or_least: bool = False
 
     @property
     def fuses(self) -> bool:
@@ -100,7 +105,15 @@ def decide(
     """The best split for a request. Raises where a budget in bytes cannot be met."""
     # 4.3 of 11.9 s went into it for an encoder-decoder transformer of 4,968 nodes
     with no_garbage_collected():
-        return _decided(module, inputs, forward_outputs, request)
+        try:
+            return _decided(module, inputs, forward_outputs, request)
+        except DoesNotFit as tight:
+            # whoever asks for the least is served by a wider search than whoever asks for some
+            least = _decided(module, inputs, forward_outputs, replace(request, memory=MIN))
+            smallest = least.chosen.estimate.peak(request.calls)
+            if smallest > tight.most and not request.or_least:
+                raise refuse(request.memory, tight.limits, smallest) from None
+            return replace(least, request=request, limits=tight.limits)
 
 
 def _decided(
@@ -139,10 +152,11 @@ def _decided(
     fits = [c.estimate.seconds_added for c in candidates if _place(c, limits, request)]
     free = [call for call in calls if call.free]
     consider_others(request.memory, free, min(fits, default=None), consider)
+    asked = [c for c in candidates if request.of_torch in (None, c.strategy)]
     try:
-        chosen, modules = _first_that_is_right(request, limits, candidates, refused)
+        chosen, modules = _first_that_is_right(request, limits, asked, refused)
     except NotUnderstood:
-        if not first.large:
+        if not first.large or request.of_torch is not None:
             raise
         of_torch = _stock(inputs, request, refused, first, ("keep all",))
         chosen, modules = _first_that_is_right(request, limits, of_torch, refused)
@@ -166,6 +180,9 @@ def _considered(
 ) -> tuple[list[Candidate], Limits]:
     """Ways to split one joint graph, the time of gates that are made again included; and the
     limits: those given, which are of another one, or its own."""
+    if request.of_torch is not None:
+        stock = [] if joint.large else _stock(inputs, request, refused, joint, tuple(STOCK))
+        return stock, NO_LIMITS
     count = len(joint.passes.graph.operations)
     candidates = [] if joint.large else _stock(inputs, request, refused, joint, tuple(STOCK))
     if joint.large:
@@ -278,9 +295,7 @@ def _first_that_is_right(
         refused.append((candidate.strategy, f"not the same computation: {wrong[0]}"))
     if not candidates or limits.bytes is None:
         raise NotUnderstood("; ".join(f"{name}: {why}" for name, why in refused))
-    affordable = [c for c in candidates if not c.plan or c.estimate.seconds_added <= limits.seconds]
-    smallest = min(candidate.estimate.peak(request.calls) for candidate in affordable)
-    raise refuse(request.memory, limits, smallest)
+    raise DoesNotFit(limits, limits.bytes)
 
 
 def _quickest_first(
@@ -327,8 +342,8 @@ def _stock(
         # what is called twice is made again by whoever keeps all, not kept
         whose = written if name == "keep all" else joint
         try:
-            modules = _partitioned(
-                STOCK[name], whose.module, inputs, whose.passes.forward_outputs, request
+            modules = partitioned(
+                name, whose.module, inputs, whose.passes.forward_outputs, request.settings
             )
             # torch's min-cut reads a buffer again after the forward pass has written to it (2.13)
             if wrong := differences(written.module, whose.passes, modules):
@@ -341,22 +356,6 @@ def _stock(
     return found
 
 
-def _partitioned(
-    partitioner: Partitioner,
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    forward_outputs: int,
-    request: Request,
-) -> Modules:
-    settings = dict(request.settings)
-    if partitioner is default_partition:
-        settings.pop("compiler", None)
-    found: Modules = partitioner(
-        duplicate(module), inputs, num_fwd_outputs=forward_outputs, **settings
-    )
-    return without_unread_draws(found)
-
-
 def _left_to_torch(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -365,7 +364,7 @@ def _left_to_torch(
     why: str,
 ) -> Decision:
     """torch's own partition, whatever it holds; a budget cannot be promised then."""
-    if request.memory.kind in ("bytes", "fraction"):
+    if request.memory.kind in BUDGETS:
         raise NotUnderstood(
             f'memory: {request.memory} cannot be promised, since {why}; ask for "auto", which'
             " leaves such a graph to torch's own partitioner"
@@ -373,7 +372,7 @@ def _left_to_torch(
     # torch's min-cut (2.13) reads again in the backward pass what the forward pass has written to
     # since; whoever keeps all reads nothing again
     name = "keep all" if any(map(writes, module.graph.nodes)) else "torch's min-cut"
-    modules = _partitioned(STOCK[name], module, inputs, forward_outputs, request)
+    modules = partitioned(name, module, inputs, forward_outputs, request.settings)
     unknown = Candidate(name, Estimate(0, 0, 0, 0.0), modules)
     return Decision(request, unknown, modules, (unknown,), (), fallback=why)
 
