@@ -21,6 +21,7 @@ import ecornn.echo
 from ecornn.echo import backend as backend_module
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.backend import EchoBackend, choose_codegen, one_by_one
+from ecornn.echo.by_code import Aim
 from ecornn.echo.graph import read_graph
 from ecornn.echo.inductor import EchoPartitioner
 from ecornn.echo.options import Options, read_options
@@ -217,7 +218,8 @@ def test_the_partitioners_key_covers_what_it_depends_on() -> None:
     def key(options: Options, calls: int = 1) -> Any:
         backend = EchoBackend(options, calls=calls)
         told = GraphReport("", "", "", options.memory)
-        partition = backend_module._Partition(backend, told, Recorded(""), ())
+        aim = Aim(options.memory)
+        partition = backend_module._Partition(backend, told, Recorded(""), aim, ())
         found = EchoPartitioner(partition, partition.key())
         assert pickle.loads(pickle.dumps(found)).uuid() == found.uuid()
         return found.uuid()

@@ -3,7 +3,6 @@ imported when inductor is used."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from ecornn.echo.recorded import Recorded
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import Foretold, GraphReport
 from ecornn.echo.rewrite import Modules
+from ecornn.errors import InvalidInput
 
 
 class EchoPartitioner(CustomPartitionerFn):
@@ -45,10 +45,6 @@ class EchoPartitioner(CustomPartitionerFn):
     def given_up(self, inputs: Sequence[int] | None) -> EchoPartitioner:
         """Its key for a backward pass that may overwrite these of its inputs."""
         return type(self)(None, f"{self.key} {sorted(inputs or ())}")
-
-
-class OverBudget(UserWarning):
-    """Inductor's code holds more than was asked for: plans are chosen by an estimate of it."""
 
 
 class Watched:
@@ -127,7 +123,13 @@ class Watched:
         self.told.not_foretold = None
         self._results = []
         if (over := self.told.over_budget) is not None:
-            warnings.warn(f"{self.told.name}: {over}", OverBudget, stacklevel=2)
+            # other code than was seen ahead of the call: that of a graph which is kept, for one
+            raise InvalidInput(
+                "memory",
+                f"{self.told.memory}, and code of {self.told.name} that holds more: {over}",
+                "code that holds as much as when it was compiled ahead of the call",
+                "ask for as much as is predicted, or do not keep graphs for a second pass",
+            )
 
 
 def _compiled(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Any:
