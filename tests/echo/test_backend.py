@@ -21,6 +21,7 @@ import ecornn.echo
 from ecornn.echo import backend as backend_module
 from ecornn.echo.analysis.liveness import simulate
 from ecornn.echo.backend import EchoBackend, choose_codegen, one_by_one
+from ecornn.echo.by_code import Aim
 from ecornn.echo.graph import read_graph
 from ecornn.echo.inductor import EchoPartitioner
 from ecornn.echo.options import Options, read_options
@@ -217,7 +218,8 @@ def test_the_partitioners_key_covers_what_it_depends_on() -> None:
     def key(options: Options, calls: int = 1) -> Any:
         backend = EchoBackend(options, calls=calls)
         told = GraphReport("", "", "", options.memory)
-        partition = backend_module._Partition(backend, told, Recorded(""), ())
+        aim = Aim(options.memory)
+        partition = backend_module._Partition(backend, told, Recorded(""), aim, ())
         found = EchoPartitioner(partition, partition.key())
         assert pickle.loads(pickle.dumps(found)).uuid() == found.uuid()
         return found.uuid()
@@ -249,6 +251,28 @@ def test_inductor_generates_the_same() -> None:
     assert told.chosen is not None
     assert told.chosen.kept_bytes < told.keep_all.kept_bytes
     assert told.codegen == "inductor"
+
+
+def test_a_tensor_and_its_view_are_not_overwritten_one_before_the_other_is_read() -> None:
+    """Whoever keeps all hands both over, and torch takes each for memory of its own."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.score = nn.Linear(16, 16), nn.Linear(16, 1)
+
+        def forward(self, x_BSH: Tensor) -> Tensor:
+            state = x_BSH.mean(1)
+            for _ in range(2):
+                mixed = torch.tanh(state.unsqueeze(1) + self.key(x_BSH))
+                state = (self.score(mixed).softmax(1) * x_BSH).sum(1) + state
+            return state
+
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(8, 20, 16)
+    run = compiled(model, memory="auto", codegen="inductor")
+    for found, expected in zip(gradients(run, model, x), gradients(model, model, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_fall_back_warns_once_and_is_told() -> None:

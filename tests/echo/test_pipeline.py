@@ -118,6 +118,17 @@ def test_a_budget_is_met_or_refused_with_the_smallest_that_would_be() -> None:
         run(model, x, smallest - 1)
 
 
+@pytest.mark.parametrize("settings", [{}, {"compiler": "inductor"}])
+def test_what_the_least_holds_is_met_if_it_is_asked_for(settings: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Attention(steps=2), torch.randn(4, 40, 16)
+    smallest = run(model, x, "min", **settings)[0].chosen.estimate.peak()
+    decision, _ = run(model, x, smallest, **settings)
+    assert decision.chosen.estimate.peak() <= smallest == decision.limits.bytes
+    with pytest.raises(InvalidInput, match=f"at least {smallest:,} bytes"):
+        run(model, x, 1000, **settings)
+
+
 def test_a_roomier_budget_costs_no_more_time() -> None:
     torch.manual_seed(0)
     model, x = Attention(steps=8), torch.randn(4, 40, 16)

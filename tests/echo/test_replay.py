@@ -14,11 +14,12 @@ from torch._subclasses import FakeTensorMode
 import ecornn
 from ecornn.bench.training.memory import allocated_peak, storage_bytes
 from ecornn.echo.graph import NotUnderstood
-from ecornn.echo.inductor import OverBudget, Watched
+from ecornn.echo.inductor import Watched
 from ecornn.echo.options import AUTO
 from ecornn.echo.recorded import Recorded
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import GraphReport
+from ecornn.errors import InvalidInput
 
 pytest.importorskip("torch._inductor")
 
@@ -170,7 +171,7 @@ def call(args):
 """
 
 
-def test_a_budget_that_is_not_met_after_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_is_not_met_after_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two results of 512 bytes beside an input, where 1,024 bytes were to be enough."""
     report = GraphReport("graph", "inductor", "asked for", AUTO, limit_bytes=1024)
     code = SimpleNamespace(source_code=DOUBLED, constants={})
@@ -178,6 +179,6 @@ def test_a_budget_that_is_not_met_after_all_is_told(monkeypatch: pytest.MonkeyPa
     run, inputs = watched(report), on_cuda((3, 4))
     run(None, inputs)  # type: ignore[arg-type]
     assert report.not_foretold == "the backward pass is not compiled yet"
-    with pytest.warns(OverBudget, match="2,048 bytes are predicted, 1,024 were asked for"):
+    with pytest.raises(InvalidInput, match="2,048 bytes are predicted, 1,024 were asked for"):
         run(None, inputs, is_backward=True)  # type: ignore[arg-type]
     assert report.predicted_peak_bytes == 2048

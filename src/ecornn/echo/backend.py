@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ecornn._version import __version__
+from ecornn.echo.by_code import Aim
 from ecornn.echo.by_name import compiled_by_name
 from ecornn.echo.calls_noted import CommonInputs
 from ecornn.echo.cells import without_fused_cells
@@ -26,7 +29,8 @@ from ecornn.echo.differentiated_once import differentiated_once
 from ecornn.echo.frozen import unless_thawed
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.kept_forms import check_device, in_other_forms
-from ecornn.echo.options import Options, read_options
+from ecornn.echo.one_step import comes_after, marking, why_one_of_several
+from ecornn.echo.options import BUDGETS, Options, read_options
 from ecornn.echo.output_losses import with_output_losses
 from ecornn.echo.pipeline import Decision, Request, decide
 from ecornn.echo.recorded import Recorded, key_of
@@ -77,32 +81,81 @@ class EchoBackend:
             start_compilers(inputs)
         for device in {x.device for x in inputs if isinstance(x, Tensor)}:
             check_device(self.options, codegen, device)
+        promised = self._promises(module, inputs)
         told = GraphReport(self.part or type(module).__name__, codegen, why, self.options.memory)
         told.within_step = self.within_step
-        self.report.add(told)
-        recorded = Recorded(self._key_of(module, inputs))
-        # other tensors of a module, states for one, may be others at each call
-        weights = {k for k, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
-        held = self.common.tensors()
-        common = {k for k, x in enumerate(inputs) if any(x is one for one in held)} - weights
-        adds = why_no_sums(self.calls, inputs) is None
-        partitioner = _Partition(self, told, recorded, *((weights, common) if adds else ((), ())))
-        generate = _inductor if codegen == "inductor" else _eager
         traced = module
         if adds_in_any_order(codegen):
             traced, told.output_losses = with_output_losses(module)
+        self.report.add(told)
         try:
+            aim = self._aim(traced, inputs, told)
+            recorded = Recorded(self._key_of(module, inputs))
+            partitioner = self._partition(told, recorded, inputs, aim)
+            generate = _inductor if codegen == "inductor" else _eager
             compiled = generate(traced, inputs, partitioner)
         except BaseException:
             self.report.forget(told)  # it will never run; torch may try another one
             raise
         if told.output_losses:
             compiled = differentiated_once(compiled, NOT_TWICE)
+        if promised:
+            compiled = marking(compiled, self)
         if self.recorded is not None and recorded.key:
             # of those that are compiled anew the latest alone runs
             self.recorded[:] = [one for one in self.recorded if one.key != recorded.key]
             self.recorded.append(recorded)
         return unless_thawed(compiled, module, inputs)
+
+    def _promises(self, module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+        """Whether a budget is one of this graph. Raises where it is one of several: what is met by
+        each of them is met by no step."""
+        memory = self.options.memory
+        if memory.kind not in BUDGETS or self.within_step or not asks(inputs):
+            return False
+        why = why_one_of_several(module)
+        if why is None and comes_after(inputs, self):
+            why = "torch's compiler makes several graphs of it (another one has just run)"
+        if why is None:
+            return True
+        raise NotUnderstood(
+            f"memory: {memory} cannot be promised, since {why}, and a graph is planned before the"
+            " next one is known; ecornn.compile(model, memory=...) plans a whole step of a model,"
+            ' whatever its graphs; or ask for "auto" or "min"'
+        )
+
+    def _aim(self, module: fx.GraphModule, inputs: Sequence[Any], told: GraphReport) -> Aim:
+        """What the graph is planned for: where that is said of code, found by compiling some."""
+        memory = self.options.memory
+        part = self.among_others or self.within_step or self.calls > 1
+        if told.codegen != "inductor" or memory.kind == "auto" or part or not asks(inputs):
+            return Aim(memory)
+        from ecornn.echo.ahead import Ahead
+
+        def partition(told: GraphReport, recorded: Recorded, aim: Aim) -> _Partition:
+            return self._partition(told, recorded, inputs, aim)
+
+        ahead = Ahead(module, inputs, told, partition, _inductor)
+        try:
+            found = ahead.least() if memory.kind == "min" else ahead.within(memory)
+        except NotUnderstood as error:
+            if memory.kind != "min":
+                raise NotUnderstood(
+                    f'memory: {memory} cannot be promised, since {error}; ask for "auto" or "min"'
+                ) from error
+            return Aim(memory)
+        told.code_of = ahead.told()
+        return Aim(memory) if found is None else found
+
+    def _partition(
+        self, told: GraphReport, recorded: Recorded, inputs: Sequence[Any], aim: Aim
+    ) -> _Partition:
+        # other tensors of a module, states for one, may be others at each call
+        weights = {k for k, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
+        held = self.common.tensors()
+        common = {k for k, x in enumerate(inputs) if any(x is one for one in held)} - weights
+        adds = why_no_sums(self.calls, inputs) is None
+        return _Partition(self, told, recorded, aim, *((weights, common) if adds else ((), ())))
 
     def _key_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> str:
         """Empty where nobody will ask, or where a size is none that a rehearsal could have."""
@@ -120,10 +173,13 @@ class _Partition:
         backend: EchoBackend,
         told: GraphReport,
         recorded: Recorded,
+        aim: Aim,
         added_up: Collection[int],
         common: Collection[int] = (),
     ) -> None:
-        self.backend, self.told, self.recorded = backend, told, recorded
+        self.backend, self.told, self.recorded, self.aim = backend, told, recorded, aim
+        #: Is told of a decision before anything is made of it, and may raise.
+        self.heed: Callable[[Decision], None] | None = None
         self.added_up = added_up  # weights whose gradients are, over its calls
         self.common = common  # other inputs for which that may be done
 
@@ -137,16 +193,21 @@ class _Partition:
             self.told.fused_cells = without_fused_cells(joint)
         backend = self.backend
         request = Request(
-            *(backend.options.memory, backend.calls, settings),
-            *(backend.beside_s, backend.among_others),
+            *(self.aim.memory, backend.calls, settings),
+            *(backend.beside_s, backend.among_others, self.aim.of_torch),
+            or_least=self.aim.or_least,
             masks=backend.options.masks,
             measure=backend.options.measure,
             written_later=backend.written_later,
         )
         decision = decide(joint, inputs, num_fwd_outputs, request)
+        if self.heed is not None:
+            self.heed(decision)
         if decision.chosen.joint is not None:
             joint = decision.chosen.joint.module
         self.told.decided(joint, decision)
+        if self.aim.limit is not None:
+            self.told.limit_bytes = self.aim.limit
         if decision.fallback is not None:
             _warn(self.told.name, decision)
         modules = in_other_forms(joint, decision, self.told, backend.options)
@@ -177,9 +238,15 @@ class _Partition:
     def key(self) -> str:
         """Everything that a split depends on beside the graph."""
         one = self.backend
-        asked = f"{one.options!r} {one.calls} {one.beside_s!r} {one.among_others}"
-        asked += f" {one.written_later}"
-        return f"echo {asked} {sources_key()}"
+        asked = replace(one.options, memory=self.aim.memory), replace(self.aim, limit=None)
+        beside = f"{one.calls} {one.beside_s!r} {one.among_others} {one.written_later}"
+        return f"echo {asked!r} {beside} {sources_key()}"
+
+
+def asks(inputs: Sequence[Any]) -> bool:
+    """Whether a graph of these inputs has a backward pass, as far as they tell."""
+    given = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return given and torch.is_grad_enabled()
 
 
 def _size(value: Any) -> tuple[Any, ...] | None:
@@ -304,14 +371,22 @@ def sources_key() -> str:
     return digest.hexdigest()
 
 
+#: The same options, as one object, come with all graphs of one call of torch.compile.
+_by_options: deque[tuple[Mapping[str, Any] | None, EchoBackend]] = deque(maxlen=64)
+
+
 def echo(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend by its name."""
-    backend = EchoBackend(read_options(options))
+    backend = next((known for given, known in _by_options if given is options), None)
+    if backend is None or backend.options != read_options(options):
+        backend = EchoBackend(read_options(options))
+        _by_options.append((options, backend))
+    before = len(backend.report.graphs)
     compiled = backend(module, inputs)
     weights = [x for x in (*inputs, *module.parameters()) if isinstance(x, nn.Parameter)]
-    for told in backend.report.graphs:
+    for told in backend.report.graphs[before:]:
         compiled_by_name.add(told, weights)
     return compiled
 

@@ -203,7 +203,8 @@ def _peaks(graph: GraphReport, chosen: Choice, before: Choice) -> list[str]:
     if (found := graph.predicted_peak_bytes) is None:
         return [f"predicted peak: not known, {graph.not_foretold}", planned]
     over = [] if graph.over_budget is None else [graph.over_budget]
-    return [f"predicted peak: {size_text(found)}, from inductor's code", planned, *over]
+    tried = [f"compiled to choose among: {name}: {size_text(n)}" for name, n in graph.code_of]
+    return [f"predicted peak: {size_text(found)}, from inductor's code", planned, *tried, *over]
 
 
 def _refused(graph: GraphReport) -> list[str]:

@@ -3,12 +3,12 @@ imported when inductor is used."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
+from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -20,6 +20,7 @@ from ecornn.echo.recorded import Recorded
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import Foretold, GraphReport
 from ecornn.echo.rewrite import Modules
+from ecornn.errors import InvalidInput
 
 
 class EchoPartitioner(CustomPartitionerFn):
@@ -44,10 +45,6 @@ class EchoPartitioner(CustomPartitionerFn):
     def given_up(self, inputs: Sequence[int] | None) -> EchoPartitioner:
         """Its key for a backward pass that may overwrite these of its inputs."""
         return type(self)(None, f"{self.key} {sorted(inputs or ())}")
-
-
-class OverBudget(UserWarning):
-    """Inductor's code holds more than was asked for: plans are chosen by an estimate of it."""
 
 
 class Watched:
@@ -126,18 +123,43 @@ class Watched:
         self.told.not_foretold = None
         self._results = []
         if (over := self.told.over_budget) is not None:
-            warnings.warn(f"{self.told.name}: {over}", OverBudget, stacklevel=2)
+            # other code than was seen ahead of the call: that of a graph which is kept, for one
+            raise InvalidInput(
+                "memory",
+                f"{self.told.memory}, and code of {self.told.name} that holds more: {over}",
+                "code that holds as much as when it was compiled ahead of the call",
+                "ask for as much as is predicted, or do not keep graphs for a second pass",
+            )
 
 
 def _compiled(module: fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Any:
     """Inductor's cache does not ask which of a backward pass's inputs may be overwritten. Code that
     overwrites them came back from it for a graph that was retained, and a second backward pass
     through that gave other gradients than the first."""
+    if settings.get("is_backward"):
+        _spare_shared(inputs)
     partitioner = config.custom_partitioner_fn
     if not settings.get("is_backward") or not isinstance(partitioner, EchoPartitioner):
         return compile_fx_inner(module, inputs, **settings)
     with config.patch(custom_partitioner_fn=partitioner.given_up(get_donated_idxs())):
         return compile_fx_inner(module, inputs, **settings)
+
+
+def _spare_shared(inputs: Sequence[Any]) -> None:
+    """torch (2.13) lets a backward pass overwrite what nobody has but it, also where it is handed
+    both a tensor and a view of it, which inductor takes for memory of their own: it wrote to the
+    one before it read the other, and a weight's gradient was another one. Such are not
+    overwritten."""
+    context = TracingContext.try_get()
+    known = None if context is None else context.fw_metadata
+    if known is None or not known.bw_donated_idxs:
+        return
+    storages = [_storage(value) for value in inputs]
+    known.bw_donated_idxs = [k for k in known.bw_donated_idxs if storages.count(storages[k]) == 1]
+
+
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _code_of(compiled: Any) -> Code:

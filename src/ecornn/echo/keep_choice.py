@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ecornn.echo.keep_modes import RecurrentCall
-from ecornn.echo.options import Memory
+from ecornn.echo.options import BUDGETS, Memory
 
 #: For a budget, how often a number of layers between none and all is planned for: each is a joint
 #: graph of its own.
@@ -15,7 +15,7 @@ BETWEEN = 3
 def kept_first(memory: Memory, calls: Sequence[RecurrentCall]) -> frozenset[str]:
     """Names of those that keep their gates when all is kept. Where bytes are told there is no
     reason to keep less than fits; otherwise none, as torch's own compilers have it."""
-    every = memory.kind in ("bytes", "fraction")
+    every = memory.kind in BUDGETS
     return frozenset(call.name for call in calls if call.free and every)
 
 

@@ -36,7 +36,9 @@ class Memory:
         return f"fraction {self.amount:g}" if self.kind == "fraction" else self.kind
 
 
-AUTO = Memory("auto")
+AUTO, MIN = Memory("auto"), Memory("min")
+#: Kinds of memory that promise a number of bytes.
+BUDGETS = ("bytes", "fraction")
 
 
 @dataclass(frozen=True)

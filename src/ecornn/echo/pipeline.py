@@ -18,9 +18,9 @@ from ecornn.echo.graph import FAILURES, NotUnderstood
 from ecornn.echo.joint import Joint, Pricing, make_joint
 from ecornn.echo.keep_choice import consider_others, kept_first
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls
-from ecornn.echo.options import AUTO, Memory
+from ecornn.echo.options import AUTO, BUDGETS, MIN, Memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.plan.budget import NO_LIMITS, Limits, OfTorch, plans_for, refuse
+from ecornn.echo.plan.budget import NO_LIMITS, DoesNotFit, Limits, OfTorch, plans_for, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.ranking import most_kept, place, quickest_first
@@ -39,14 +39,18 @@ class Request:
     """What is asked for a graph. `calls`: how often its forward pass runs before its backward
     passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
     takes outside the graph, for each of these calls. `among_others`: other parts of a model run
-    between its passes. `masks` and `measure`: as in `Options`. `written_later`: the
-    graph's inputs are written to between its passes."""
+    between its passes. `of_torch`: the one of its ways that alone is asked for. `or_least`: where
+    no estimate fits a budget, the plan that holds least is taken, and is not refused. `masks` and
+    `measure`: as in `Options`. `written_later`: the graph's inputs are written to between its
+    passes."""
 
     memory: Memory = AUTO
     calls: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     beside_s: float = 0.0
     among_others: bool = False
+    of_torch: str | None = None
+    or_least: bool = False
     masks: str = "bytes"
     measure: bool = False
     written_later: bool = False
@@ -105,12 +109,27 @@ def decide(
     # 4.3 of 11.9 s went into it for an encoder-decoder transformer of 4,968 nodes
     with no_garbage_collected():
         try:
-            return _decided(module, inputs, forward_outputs, request)
+            return _fitting(module, inputs, forward_outputs, request)
         except EcornnError:  # what was asked for cannot be had, or no way to split is right
             raise
         except FAILURES as error:
             why = f"the analysis failed with {type(error).__name__}: {_first_line(error)}"
             return _left_to_torch(module, inputs, forward_outputs, request, why)
+
+
+def _fitting(
+    module: fx.GraphModule, inputs: Sequence[Any], forward_outputs: int, request: Request
+) -> Decision:
+    """Raises where nothing that was found fits a budget."""
+    try:
+        return _decided(module, inputs, forward_outputs, request)
+    except DoesNotFit as tight:
+        # whoever asks for the least is served by a wider search than whoever asks for some
+        least = _decided(module, inputs, forward_outputs, replace(request, memory=MIN))
+        smallest = least.chosen.estimate.peak(request.calls)
+        if smallest > tight.most and not request.or_least:
+            raise refuse(request.memory, tight.limits, smallest) from None
+        return replace(least, request=request, limits=tight.limits)
 
 
 def _decided(
@@ -151,14 +170,17 @@ def _decided(
     fits = [c.estimate.seconds_added for c in candidates if place(c, limits, request)]
     free = [call for call in calls if call.free]
     consider_others(request.memory, free, min(fits, default=None), consider)
-    how = (request.masks, request.memory.kind, limits, first, refused)
-    plans = partial(_timed_plans, request, candidates)
-    least = min((c.estimate.peak(request.calls) for c in candidates), default=0)
-    bits, limits = plans_in_bits(*how, plans, request.pricing, least)
+    asked = [c for c in candidates if request.of_torch in (None, c.strategy)]
+    bits: list[Candidate] = []
+    if request.of_torch is None:
+        how = (request.masks, request.memory.kind, limits, first, refused)
+        plans = partial(_timed_plans, request, candidates)
+        least = min((c.estimate.peak(request.calls) for c in candidates), default=0)
+        bits, limits = plans_in_bits(*how, plans, request.pricing, least)
     try:
-        chosen, modules = _of_pools(request, limits, candidates, bits, refused)
+        chosen, modules = _of_pools(request, limits, asked, bits, refused)
     except NotUnderstood:
-        if not first.large:
+        if not first.large or request.of_torch is not None:
             raise
         of_torch = _stock(inputs, request, refused, first, ("keep all",))
         chosen, modules = _first_that_is_right(request, limits, of_torch, refused)
@@ -183,9 +205,11 @@ def _considered(
 ) -> tuple[list[Candidate], Limits]:
     """Ways to split one joint graph, the time of gates that are made again included; and the
     limits: those given, which are of another one, or its own."""
-    count = len(joint.passes.graph.operations)
     candidates = [] if joint.large else _stock(inputs, request, refused, joint, tuple(STOCK))
+    if request.of_torch is not None:
+        return candidates, NO_LIMITS
     if joint.large:
+        count = len(joint.passes.graph.operations)
         why = f"not tried: it would take long for {count:,} operations"
         refused.append((joint.strategy("torch's min-cut"), why))
     there = {candidate.strategy: candidate for candidate in candidates}
@@ -274,7 +298,7 @@ def _of_pools(
     if request.masks == "bits" and bits:
         try:
             return _first_that_is_right(request, limits, bits, refused)
-        except EcornnError:
+        except (EcornnError, DoesNotFit):
             pass
     return _first_that_is_right(request, limits, [*candidates, *bits], refused)
 
@@ -314,9 +338,7 @@ def _first_that_is_right(
         refused.append((candidate.strategy, f"not the same computation: {wrong[0]}"))
     if not candidates or limits.bytes is None:
         raise NotUnderstood("; ".join(f"{name}: {why}" for name, why in refused))
-    affordable = [c for c in candidates if not c.plan or c.estimate.seconds_added <= limits.seconds]
-    smallest = min(candidate.estimate.peak(request.calls) for candidate in affordable)
-    raise refuse(request.memory, limits, smallest)
+    raise DoesNotFit(limits, limits.bytes)
 
 
 def _failed(candidates: list[Candidate], refused: list[tuple[str, str]]) -> str | None:
@@ -362,7 +384,7 @@ def _left_to_torch(
     why: str,
 ) -> Decision:
     """torch's own partition, whatever it holds; a budget cannot be promised then."""
-    if request.memory.kind in ("bytes", "fraction"):
+    if request.memory.kind in BUDGETS:
         raise NotUnderstood(
             f'memory: {request.memory} cannot be promised, since {why}; ask for "auto", which'
             " leaves such a graph to torch's own partitioner"

@@ -30,7 +30,7 @@ from ecornn.echo.lean.mode import LeanFunctions, Replaced, without_lean_function
 from ecornn.echo.lean.needs import missing
 from ecornn.echo.lean.worth import Priced, Shares
 from ecornn.echo.model_call import OBJECTS, ModelCall, asks_for_gradients
-from ecornn.echo.options import Memory, Options
+from ecornn.echo.options import BUDGETS, Memory, Options
 from ecornn.echo.own_again import able, able_outside, run_again_later
 from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.own_kernels import OwnKernels, has_layers_of_torch, run_on_own_kernels
@@ -41,7 +41,7 @@ from ecornn.echo.parts import (
     traceable,
 )
 from ecornn.echo.regions_told import told_of_regions
-from ecornn.echo.rehearse import rehearsed
+from ecornn.echo.rehearse import rehearsed, why_several_graphs
 from ecornn.echo.report import GraphReport
 from ecornn.echo.starts import Beginnings
 from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
@@ -85,6 +85,9 @@ class Regions:
         self.divided = self.given and bool(given)
         self.untraced = False  # that is because of layers which torch's compiler leaves alone
         self.why_wet: str | None = None
+        #: Why torch's compiler makes several graphs of it; asked where a budget is one of them all.
+        self.why_several: str | None = None
+        self._known_as_one = False
         self.why_twice: str | None = None  # a loop that begins with zeros may be compiled so often
         self.replaced = Replaced()
         self.shares = Shares()
@@ -112,6 +115,8 @@ class Regions:
             return self._counted_wet(args, kwargs)
         if self.beginnings.unseen and self.divided and torch.is_grad_enabled():
             self._see_beginnings(args, kwargs)
+        if not self.divided:
+            self._see_graphs(args, kwargs)
         if not self.divided:
             return self._of("", self.model, 1)(*args, **kwargs)
         self._plan_for_budget(args, kwargs)
@@ -165,10 +170,24 @@ class Regions:
         least = self.options.memory.kind == "min"
         return least if self.step is None else self.step.way.states_alone
 
+    def _see_graphs(self, args: Any, kwargs: Any) -> None:
+        """Graphs that torch's compiler makes of a whole model run in one step, and a budget is one
+        of all of them: then the model is a part of itself, and its step is rehearsed."""
+        if self.options.memory.kind not in BUDGETS or self._known_as_one:
+            return
+        with self._lock:
+            if self.divided or not asks_for_gradients(self.model, args, kwargs):
+                return
+            call = ModelCall.of(args, kwargs, device_of(self.model))
+            self.why_several = None if call is None else why_several_graphs(self.model, call)
+            self._known_as_one = self.why_several is None
+            if self.why_several is not None:
+                self.calls, self.divided = {"": 1}, True
+
     def _plan_for_budget(self, args: Any, kwargs: Any) -> None:
         """A budget is one of the whole step. It is planned when a call asks for gradients, before
         anything of it runs. Raises where it cannot be met, or nobody can tell."""
-        if self.options.memory.kind not in ("bytes", "fraction"):
+        if self.options.memory.kind not in BUDGETS:
             return
         with self._lock:
             known = self.step is not None and (self._private or not self._taken_for_private)
@@ -238,7 +257,7 @@ class Regions:
         own.leave_loops(found.calls.counts)
         all_served = bool(own.served) and len(own.served) == len(own.refused)
         divided = bool(called_often(self.model, found.calls.counts)) or not all_served
-        if divided and self.options.memory.kind in ("bytes", "fraction"):
+        if divided and self.options.memory.kind in BUDGETS:
             self.why_not_own = "with a budget of a divided model they may have to be run again"
             return None
         run_on_own_kernels(self.model, own.served)
@@ -288,10 +307,10 @@ class Regions:
         known = self._compiled.get(path)
         inside = known is not None and part.__dict__.get("forward") is known[1]
         if known is None or (not inside and known[0] != part.forward):
-            asked = self.step.way.parts[path] if path and self.step else self.options.memory
+            asked = self.step.way.parts[path] if self.step else self.options.memory
             backend = self._backend_of(path, asked)
             self._backends[path] = backend
-            run = alone(part.forward if path else part)
+            run = alone(part.forward if self.divided else part)
             compiled = for_what_is_trained(run, backend, self.dynamic, part)
             if calls > 1:
                 compiled = noting_calls(compiled, backend.common)
@@ -302,7 +321,7 @@ class Regions:
         return known[1]
 
     def _backend_of(self, path: str, memory: Memory) -> EchoBackend:
-        if not path:
+        if not self.divided:
             return EchoBackend(self.options, part=type(self.model).__name__)
         assert self.calls is not None
         calls = self.calls[path]
@@ -310,17 +329,19 @@ class Regions:
             replace(self.options, memory=memory),
             calls=calls,
             beside_s=self._seconds_beside() / calls + CALL_S,
-            part=path,
+            part=path or type(self.model).__name__,
             common=CommonInputs(self.common.get(path, frozenset())),
             among_others=True,
             written_later=path in self.written_later,
-            within_step=self.options.memory.kind in ("bytes", "fraction"),
+            within_step=self.options.memory.kind in BUDGETS,
         )
         backend.recorded = []
         return backend
 
     def _seconds_beside(self) -> float:
         """Of a step, outside the regions, each of which has its part of it to be measured by."""
+        if self.why_several is not None:
+            return 0.0
         return self.shares.step_outside(self.calls or ()) / max(1, len(self.calls or ()))
 
     def rehearsed(self) -> int:

@@ -23,6 +23,10 @@ def told_of_regions(regions: Regions) -> list[str]:
     if not regions.divided:
         why = "as asked for" if regions.given else SELDOM
         return [f"the whole model is compiled: {why}", *own]
+    if regions.why_several is not None:
+        step = [] if regions.step is None else [regions.step.told()]
+        several = f"the whole model is compiled, in several graphs: {regions.why_several}"
+        return [several, *own, *step]
     how = "named by the caller" if regions.given else "found at the first call"
     parts = "; ".join(f"{path}, {count} times" for path, count in regions.calls.items())
     found = [f"called in one forward pass, {how}, each compiled once: {parts or 'none'}", *own]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import Unsupported, UserError
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -136,6 +137,19 @@ class Rehearsal:
                 with self.mode:
                     torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
             return Rehearsed(ledger.most - before, self._held_bytes, seconds, ledger.owned_at_most)
+
+    def why_several_graphs(self) -> str | None:
+        """Why torch's compiler does not make one graph of the model's call; None if it does."""
+        args, kwargs = self._given
+        run = torch.compile(
+            alone(self.model.forward), backend=lambda m, _: m.forward, fullgraph=True, dynamic=False
+        )
+        try:
+            with self._model_call.around(), self.mode, self._model_call.context():
+                run(*args, **kwargs)
+        except (Unsupported, UserError) as error:
+            return str(error).splitlines()[0]
+        return None
 
     def _called_model(self, functions: Functions | None) -> tuple[Any, dict[int, float]]:
         args, kwargs = self._given
@@ -284,6 +298,16 @@ def _understood() -> Iterator[None]:
             raise inner from None
         said = str(inner).splitlines()[0] if str(inner) else type(inner).__name__
         raise NotUnderstood(f"the step could not be rehearsed: {said}") from error
+
+
+def why_several_graphs(model: nn.Module, call: ModelCall) -> str | None:
+    """Why torch's compiler makes several graphs of a call; None if it makes one, or nobody can tell
+    before the model runs."""
+    try:
+        with rehearsal_of(model, call, {}) as rehearsal, _understood():
+            return rehearsal.why_several_graphs()
+    except NotUnderstood:
+        return None
 
 
 def rehearsed(

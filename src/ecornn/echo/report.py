@@ -97,6 +97,10 @@ class GraphReport:
     fused_cells: int = 0
     #: Which kept results have another form, in sentences.
     forms: list[str] = field(default_factory=list)
+    #: Plans that were compiled to choose among them, and the peaks of their code.
+    code_of: list[tuple[str, int]] = field(default_factory=list)
+    #: It is compiled only to see what it would hold.
+    ahead: bool = False
     #: How the weights' gradients of its calls are added up; None if autograd does it.
     sums: str | None = None
 
@@ -111,12 +115,9 @@ class GraphReport:
     def over_budget(self) -> str | None:
         """That a budget in bytes is not met after all, in a sentence."""
         found, limit = self.predicted_peak_bytes, self.limit_bytes
-        if found is None or limit is None or found <= limit or self.within_step:
+        if found is None or limit is None or found <= limit or self.within_step or self.ahead:
             return None
-        more = f"{found:,} bytes are predicted, {limit:,} were asked for"
-        return (
-            f"{more}; ask for {limit - (found - limit):,} to come nearer, or take a smaller batch"
-        )
+        return f"{found:,} bytes are predicted, {limit:,} were asked for"
 
     def decided(self, joint: fx.GraphModule, decision: Decision) -> None:
         calls = decision.request.calls
@@ -132,7 +133,7 @@ class GraphReport:
         self.times = "" if decision.prices is None else decision.prices.told
         self.recurrent = layers_of(joint, decision)
         if self.codegen == "eager":
-            self.foretold, self.not_foretold = _of_operators(decision), None
+            self.foretold, self.not_foretold = of_operators(decision), None
         self.values = _values(joint, decision)
 
 
@@ -157,7 +158,7 @@ def _choice(candidate: Candidate, calls: int) -> Choice:
     return Choice(candidate.strategy, found.peak(calls), found.kept_bytes, found.seconds_added)
 
 
-def _of_operators(decision: Decision) -> Foretold:
+def of_operators(decision: Decision) -> Foretold:
     """Of operators that are run one by one, which is what an estimate simulates."""
     passes, found = decision.passes, decision.chosen.estimate
     assert passes is not None

@@ -25,14 +25,13 @@ from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.layer_choice import LayerChoice
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.model_call import ModelCall
-from ecornn.echo.options import AUTO, Memory
+from ecornn.echo.options import AUTO, MIN, Memory
 from ecornn.echo.recorded import Recorded, key_of
 from ecornn.echo.rehearse import Find, Part, Rehearsed, rehearsal_of
 from ecornn.echo.report import GraphReport
 from ecornn.errors import InvalidInput
 from ecornn.sizes import size_text
 
-MIN = Memory("min")
 #: How often parts are planned anew between what is nearly free and the least: each time is a
 #: compilation.
 TIGHTENINGS = 2

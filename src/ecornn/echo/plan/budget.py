@@ -83,6 +83,14 @@ class Limits:
 NO_LIMITS = Limits(None, float("inf"))
 
 
+class DoesNotFit(Exception):
+    """No plan that was looked at is within a budget of so many bytes."""
+
+    def __init__(self, limits: Limits, most: int) -> None:
+        super().__init__(f"{most:,} bytes")
+        self.limits, self.most = limits, most
+
+
 def limits_of(
     memory: Memory,
     passes: Passes,
