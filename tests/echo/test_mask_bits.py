@@ -102,7 +102,7 @@ def test_relu_keeps_bits_where_they_are_asked_for(memory: str | float) -> None:
     assert run.explain().graphs[0].refused == []
 
 
-def test_a_plan_for_less_takes_bits_by_itself_and_auto_only_if_they_are_free() -> None:
+def test_a_plan_for_less_takes_bits_by_itself_and_auto_does_not() -> None:
     model, x = Rectified(), torch.randn(50, 16)
     plain, _, auto = trained(model, x)
     assert auto.explain().graphs[0].forms == []
@@ -185,23 +185,26 @@ def test_what_is_not_the_same_is_found() -> None:
         assert any("computed otherwise" in one for one in joint_differences(joint, changed, passes))
 
 
-def test_auto_does_not_plan_anew_for_masks_that_are_hardly_anything(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("masks", "kind", "fuses", "looked_at"),
+    [
+        ("auto", "auto", False, False),
+        ("auto", "min", False, True),
+        ("auto", "bytes", False, True),
+        ("auto", "min", True, False),
+        ("bits", "auto", True, True),
+        ("bytes", "min", False, False),
+    ],
+)
+def test_when_plans_with_bits_are_looked_at(
+    masks: str, kind: str, fuses: bool, looked_at: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = torch.randn(8, 8), torch.randn(8, 8)
     module, passes = joint_of(lambda x, w: torch.where((x @ w).exp() > 1, x, w).sum(1), *inputs)
-    first = make_joint(module, passes.forward_outputs, (), frozenset(), pricing=Pricing(True))
-    limits = Limits(None, 0.0)
+    pricing, limits = Pricing(fuses), Limits(None, 0.0)
+    first = make_joint(module, passes.forward_outputs, (), frozenset(), pricing=pricing)
     tried: list[Any] = []
     monkeypatch.setattr(bits_choice, "in_bits", lambda *given: tried.append(given))
-    for masks, kind, least, plans_anew in (
-        ("auto", "auto", 10_000, False),
-        ("auto", "auto", 1_000, True),
-        ("auto", "min", 10_000, True),
-        ("bits", "auto", 10_000, True),
-        ("bytes", "min", 1_000, False),
-    ):
-        tried.clear()
-        how = (masks, kind, limits, first, [], pytest.fail, Pricing(True), least)
-        assert bits_choice.plans_in_bits(*how) == ([], limits)
-        assert bool(tried) is plans_anew
+    how = (masks, kind, limits, first, [], pytest.fail, pricing)
+    assert bits_choice.plans_in_bits(*how) == ([], limits)
+    assert bool(tried) is looked_at

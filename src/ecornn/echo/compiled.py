@@ -46,8 +46,8 @@ def compile(  # torch's name for it
         such parts are run again in the backward pass: with "layers", or memory "min", all of them,
         with a budget as few as are enough, with "auto" those that are nearly free.
     masks: "bits" keeps booleans eight to a byte, those that ReLU's gradient needs among them, and
-        indices in as few bytes as tell them apart; "auto" has a plan for less memory keep bits
-        where it is better for it; "bytes" never does.
+        indices in as few bytes as tell them apart; "auto" has a plan for less memory, of
+        operators that run one by one, keep bits where it is better for it; "bytes" never does.
     maps: "bf16" or "fp8" keeps feature maps rounded to 16 or 8 bits; gradients are not eager mode's
         then. "exact" rounds nothing.
     recurrent: layers of torch.nn are made to run on this package's kernels at the first call, as by

@@ -54,11 +54,6 @@ def with_masks_as_bits(
     return changed, tuple(names), frozenset(makes_again)
 
 
-def bytes_of_booleans(module: fx.GraphModule, passes: Passes) -> int:
-    """Of those that could be bits."""
-    return sum(mask.meta["val"].numel() for mask, _ in _of_booleans(module, passes))
-
-
 def _of_booleans(changed: fx.GraphModule, passes: Passes) -> list[Mask]:
     """Those that the graph has. What can be made again of something that is there anyway need not
     be kept, and is not worth its bits."""

@@ -47,7 +47,8 @@ class Options:
     #: None: "inductor" on CUDA where Triton is installed, "eager" elsewhere.
     codegen: str | None = None
     #: "bits": kept booleans eight to a byte, those of ReLU among them, and indices in as few bytes
-    #: as tell them apart; "auto": booleans, where a plan is better for it.
+    #: as tell them apart; "auto": booleans, where a plan of operators that run one by one is better
+    #: for it.
     masks: str = "auto"
     #: "bf16", "fp8": kept feature maps are rounded to it.
     maps: str = "exact"

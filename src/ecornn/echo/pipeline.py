@@ -175,8 +175,7 @@ def _decided(
     if request.of_torch is None:
         how = (request.masks, request.memory.kind, limits, first, refused)
         plans = partial(_timed_plans, request, candidates)
-        least = min((c.estimate.peak(request.calls) for c in candidates), default=0)
-        bits, limits = plans_in_bits(*how, plans, request.pricing, least)
+        bits, limits = plans_in_bits(*how, plans, request.pricing)
     try:
         chosen, modules = _of_pools(request, limits, asked, bits, refused)
     except NotUnderstood:
