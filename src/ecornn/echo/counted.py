@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ecornn.echo.fakes import WithoutNumbers
 from ecornn.echo.lean.worth import Priced
 from ecornn.echo.own_kernels import OwnKernels
-from ecornn.echo.twin import fake, leaving_no_trace, without_numbers
+from ecornn.echo.twin import fake, keeping_unseen, leaving_no_trace, without_numbers
 
 
 def tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
@@ -192,15 +191,9 @@ def counted_with_gradients(model: nn.Module, args: Any, kwargs: Any) -> Calls:
         args, kwargs = tree_map(given, (args, kwargs))
         with (
             counted(twin, gradients=True) as calls,
-            # A checkpoint around the model, for one, is told of nothing that the twin keeps.
-            # Detached: a result that its own node keeps would never be freed.
-            saved_tensors_hooks(Tensor.detach, _as_it_is),
+            keeping_unseen(),
             mode,
             torch.enable_grad(),
         ):
             twin(*args, **kwargs)
     return calls
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

@@ -32,7 +32,13 @@ from ecornn.echo.own_checkpoints import OwnCheckpoints
 from ecornn.echo.recorded import Pass, Recorded, key_of
 from ecornn.echo.replay import Code, callable_of
 from ecornn.echo.starts import Starts
-from ecornn.echo.twin import alone, device_of, leaving_no_trace, without_numbers
+from ecornn.echo.twin import (
+    alone,
+    device_of,
+    keeping_unseen,
+    leaving_no_trace,
+    without_numbers,
+)
 from ecornn.echo.weight_sums import WeightSums
 from ecornn.errors import InvalidInput
 
@@ -145,7 +151,12 @@ class Rehearsal:
             alone(self.model.forward), backend=lambda m, _: m.forward, fullgraph=True, dynamic=False
         )
         try:
-            with self._model_call.around(), self.mode, self._model_call.context():
+            with (
+                self._model_call.around(),
+                keeping_unseen(),
+                self.mode,
+                self._model_call.context(),
+            ):
                 run(*args, **kwargs)
         except (Unsupported, UserError) as error:
             return str(error).splitlines()[0]

@@ -6,7 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from ecornn.echo.graph import NotUnderstood
 
@@ -82,3 +83,14 @@ def alone(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     code = run.__code__.replace(co_name="region")
     return FunctionType(code, run.__globals__, "region", None, run.__closure__)
+
+
+def keeping_unseen() -> AbstractContextManager[None]:
+    """A checkpoint around the model, for one, is told of nothing that a copy keeps. Detached: a
+    result that its own node keeps would never be freed."""
+    hooks: AbstractContextManager[None] = saved_tensors_hooks(Tensor.detach, _as_it_is)
+    return hooks
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
