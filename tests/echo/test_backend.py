@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 import warnings
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ecornn.echo
 from ecornn.echo import backend as backend_module
 from ecornn.echo.analysis.liveness import simulate
-from ecornn.echo.backend import EchoBackend, choose_codegen, one_by_one
+from ecornn.echo.backend import EchoBackend, one_by_one
 from ecornn.echo.by_code import Aim
+from ecornn.echo.codegen import choose_codegen, start_compilers
 from ecornn.echo.graph import read_graph
 from ecornn.echo.inductor import EchoPartitioner
 from ecornn.echo.options import Options, read_options
@@ -124,13 +126,13 @@ def test_code_generation_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         "torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(True), raising=False
     )
-    backend_module.start_compilers([torch.randn(2), 3])
+    start_compilers([torch.randn(2), 3])
     assert not started, "they compile for CUDA"
-    backend_module.start_compilers([3, there])
+    start_compilers([3, there])
     assert started
-    monkeypatch.setattr(backend_module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert choose_codegen(None, [there])[0] == "inductor"
-    monkeypatch.setattr(backend_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_codegen(None, [there]) == ("eager", "Triton is not installed")
 
 

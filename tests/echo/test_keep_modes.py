@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn
 from ecornn.echo import backend as echo_backend
-from ecornn.echo import pipeline
+from ecornn.echo import pipeline, ranking
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls, with_modes
 from ecornn.echo.report import GraphReport
 from ecornn.errors import InvalidInput
@@ -150,10 +150,10 @@ def test_of_two_layers_the_one_that_is_free_changes() -> None:
     assert found == {"free": "states", "asked": "gates"}
 
 
-@pytest.mark.parametrize("alike", [pipeline.ALIKE, 10.0])
+@pytest.mark.parametrize("alike", [ranking.ALIKE, 10.0])
 def test_auto_holds_no_more_than_torch_does(alike: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much two peaks may differ to count as alike."""
-    monkeypatch.setattr(pipeline, "ALIKE", alike)
+    monkeypatch.setattr(ranking, "ALIKE", alike)
     run, _ = compiled(made())
     assert kept(run) == ["states"]
     asked, _ = compiled(made(keep="states"))

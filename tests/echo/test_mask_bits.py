@@ -17,10 +17,12 @@ import ecornn
 from ecornn.echo import bits_choice
 from ecornn.echo.gradients_by_masks import BY_MASKS, written_out
 from ecornn.echo.graph import read_graph
-from ecornn.echo.joint import Pricing, make_joint
+from ecornn.echo.joint import make_joint
 from ecornn.echo.mask_bits import with_masks_as_bits
+from ecornn.echo.options import Memory
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import Limits
+from ecornn.echo.request import Request
 from ecornn.echo.verify import joint_differences
 from ecornn.errors import InvalidInput
 
@@ -201,10 +203,11 @@ def test_when_plans_with_bits_are_looked_at(
 ) -> None:
     inputs = torch.randn(8, 8), torch.randn(8, 8)
     module, passes = joint_of(lambda x, w: torch.where((x @ w).exp() > 1, x, w).sum(1), *inputs)
-    pricing, limits = Pricing(fuses), Limits(None, 0.0)
-    first = make_joint(module, passes.forward_outputs, (), frozenset(), pricing=pricing)
+    settings = {"compiler": "inductor"} if fuses else {}
+    request = Request(Memory(kind, 1), 1, settings, masks=masks)
+    limits = Limits(None, 0.0)
+    first = make_joint(module, passes.forward_outputs, (), frozenset(), pricing=request.pricing)
     tried: list[Any] = []
     monkeypatch.setattr(bits_choice, "in_bits", lambda *given: tried.append(given))
-    how = (masks, kind, limits, first, [], pytest.fail, pricing)
-    assert bits_choice.plans_in_bits(*how) == ([], limits)
+    assert bits_choice.plans_in_bits(request, limits, first, [], pytest.fail) == ([], limits)
     assert bool(tried) is looked_at

@@ -21,8 +21,9 @@ from ecornn.echo.graph import read_graph
 from ecornn.echo.merged import with_single_calls
 from ecornn.echo.options import read_memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.pipeline import Request, decide
+from ecornn.echo.pipeline import decide
 from ecornn.echo.plan.estimate import Estimates, Plan
+from ecornn.echo.request import Request
 from ecornn.echo.rewrite import program_of
 from support.joints import joint_of, leaf
 

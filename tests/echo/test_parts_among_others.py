@@ -15,8 +15,9 @@ from torch._inductor.decomposition import select_decomp_table
 import ecornn
 from ecornn.bench.models.speech import Frontend
 from ecornn.echo.options import read_memory
-from ecornn.echo.pipeline import Decision, Request, decide
+from ecornn.echo.pipeline import Decision, decide
 from ecornn.echo.plan.estimate import Estimate
+from ecornn.echo.request import Request
 
 
 class Traced(BaseException):

@@ -14,7 +14,8 @@ from torch._functorch.aot_autograd import aot_module, make_boxed_func
 from ecornn.echo import pipeline
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.options import read_memory
-from ecornn.echo.pipeline import Decision, Request, decide
+from ecornn.echo.pipeline import Decision, decide
+from ecornn.echo.request import Request
 from ecornn.echo.stock import STOCK
 from ecornn.errors import InvalidInput
 

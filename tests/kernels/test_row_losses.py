@@ -113,8 +113,10 @@ def test_the_definition(dtype: torch.dtype, classes: int, width: int, smoothing:
 
 
 @pytest.mark.parametrize("dtype", ON_CPU)
-@pytest.mark.parametrize(("classes", "width"), [(1, 8), (37, 40), (1000, 1000), (9001, 9008)])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("classes", "width", "smoothing"),
+    [(1, 8, 0.0), (37, 40, 0.1), (1000, 1000, 0.0), (9001, 9008, 0.1)],
+)
 def test_the_kernel(
     kernels: Any, dtype: torch.dtype, classes: int, width: int, smoothing: float
 ) -> None:

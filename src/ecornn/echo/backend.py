@@ -7,7 +7,6 @@ compiles them. Both get their passes from `pipeline.decide`.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +24,7 @@ from ecornn.echo.by_code import Aim
 from ecornn.echo.by_name import compiled_by_name
 from ecornn.echo.calls_noted import CommonInputs
 from ecornn.echo.cells import without_fused_cells
+from ecornn.echo.codegen import choose_codegen, start_compilers
 from ecornn.echo.differentiated_once import differentiated_once
 from ecornn.echo.frozen import unless_thawed
 from ecornn.echo.graph import NotUnderstood
@@ -32,9 +32,10 @@ from ecornn.echo.kept_forms import check_device, in_other_forms
 from ecornn.echo.one_step import comes_after, marking, why_one_of_several
 from ecornn.echo.options import BUDGETS, Options, read_options
 from ecornn.echo.output_losses import with_output_losses
-from ecornn.echo.pipeline import Decision, Request, decide
+from ecornn.echo.pipeline import Decision, decide
 from ecornn.echo.recorded import Recorded, key_of
 from ecornn.echo.report import GraphReport, Report
+from ecornn.echo.request import Request
 from ecornn.echo.rewrite import Modules
 from ecornn.echo.single_sums import without_single_sums
 from ecornn.echo.vectors import without_vector_products
@@ -270,33 +271,6 @@ def why_no_sums(calls: int, inputs: Sequence[Any]) -> str | None:
 def _warn(name: str, decision: Decision) -> None:
     message = f"echo leaves {name} to torch's own partitioner: {decision.fallback}"
     warnings.warn(message, FellBack, stacklevel=2)
-
-
-def choose_codegen(asked: str | None, inputs: Sequence[Any]) -> tuple[str, str]:
-    """(code generation, why)"""
-    if asked is not None:
-        return asked, "asked for"
-    if not _on_cuda(inputs):
-        return "eager", "the graph has no input on CUDA"
-    if importlib.util.find_spec("triton") is None:
-        return "eager", "Triton is not installed"
-    return "inductor", "the graph runs on CUDA and Triton is installed"
-
-
-def _on_cuda(inputs: Sequence[Any]) -> bool:
-    return any(isinstance(x, Tensor) and x.device.type == "cuda" for x in inputs)
-
-
-def start_compilers(inputs: Sequence[Any]) -> None:
-    """torch's processes that compile kernels for CUDA, as its own backend starts them: until they
-    are there, kernels are compiled one after the other."""
-    if not _on_cuda(inputs):
-        return
-    from torch._inductor import async_compile
-
-    start = getattr(async_compile, "maybe_warm_pool", None)
-    if start is not None:
-        start()
 
 
 def _eager(

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ecornn.echo.graph import FAILURES
-from ecornn.echo.joint import Joint, Pricing, in_bits
+from ecornn.echo.joint import Joint, in_bits
 from ecornn.echo.plan.budget import Limits
+from ecornn.echo.request import Request
 
 Planned = TypeVar("Planned")
 #: Our plans for a joint graph within limits, each with the seconds that it adds; and the limits,
@@ -16,24 +17,23 @@ Plans = Callable[[Joint, Limits | None], tuple[list[tuple[float, Planned]], Limi
 
 
 def plans_in_bits(
-    masks: str,
-    kind: str,
+    request: Request,
     limits: Limits,
     first: Joint,
     refused: list[tuple[str, str]],
     plans: Plans[Planned],
-    pricing: Pricing,
 ) -> tuple[list[Planned], Limits]:
-    """Plans for a graph in which masks have bits, if it has masks, and the limits. `masks`: as in
-    `Options`; `kind`: of what is asked of memory. Where nothing is said of masks, they are looked
-    at for less memory of operators that run one by one alone. Of generated code they are foretold
-    less well: with "min" an H200 held 1,675 MiB of a speech model whose masks were bits, of 1,431
-    foretold, and 1,366 where they were not."""
-    asked = masks == "bits"
-    if masks == "bytes" or first.large or (not asked and (kind == "auto" or pricing.fuses)):
+    """Plans for a graph in which masks have bits, if it has masks, and the limits. Where nothing is
+    said of masks, they are looked at for less memory of operators that run one by one alone. Of
+    generated code they are foretold less well: with "min" an H200 held 1,675 MiB of a speech model
+    whose masks were bits, of 1,431 foretold, and 1,366 where they were not."""
+    asked = request.masks == "bits"
+    if request.masks == "bytes" or request.of_torch is not None or first.large:
+        return [], limits
+    if not asked and (request.memory.kind == "auto" or request.fuses):
         return [], limits
     try:
-        joint = in_bits(first, pricing)
+        joint = in_bits(first, request.pricing)
     except FAILURES as error:
         refused.append(("masks as bits", str(error)))
         return [], limits

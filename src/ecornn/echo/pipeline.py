@@ -7,7 +7,7 @@ worse than they are, and are what is left when a graph is not understood.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,16 @@ from torch import fx
 
 from ecornn.echo.bits_choice import plans_in_bits
 from ecornn.echo.graph import FAILURES, NotUnderstood
-from ecornn.echo.joint import Joint, Pricing, make_joint
+from ecornn.echo.joint import Joint, make_joint
 from ecornn.echo.keep_choice import consider_others, kept_first
 from ecornn.echo.keep_modes import RecurrentCall, recurrent_calls
-from ecornn.echo.options import AUTO, BUDGETS, MIN, Memory
+from ecornn.echo.options import BUDGETS, MIN
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.budget import NO_LIMITS, DoesNotFit, Limits, OfTorch, plans_for, refuse
 from ecornn.echo.plan.estimate import Estimate, Plan, estimate_of
 from ecornn.echo.plan.prices import Prices
 from ecornn.echo.ranking import most_kept, place, quickest_first
+from ecornn.echo.request import Request
 from ecornn.echo.rewrite import Modules, duplicate, program_of, split
 from ecornn.echo.stock import STOCK, partitioned
 from ecornn.echo.verify import differences, refusal, writes
@@ -32,40 +33,6 @@ from ecornn.garbage import no_garbage_collected
 
 #: How many of our own plans are rewritten before torch's are taken.
 TRIES = 3
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked for a graph. `calls`: how often its forward pass runs before its backward
-    passes do. `settings` go to torch's partitioners as they come. `beside_s`: seconds that a step
-    takes outside the graph, for each of these calls. `among_others`: other parts of a model run
-    between its passes. `of_torch`: the one of its ways that alone is asked for. `or_least`: where
-    no estimate fits a budget, the plan that holds least is taken, and is not refused. `masks` and
-    `measure`: as in `Options`. `written_later`: the graph's inputs are written to between its
-    passes."""
-
-    memory: Memory = AUTO
-    calls: int = 1
-    settings: dict[str, Any] = field(default_factory=dict)
-    beside_s: float = 0.0
-    among_others: bool = False
-    of_torch: str | None = None
-    or_least: bool = False
-    masks: str = "bytes"
-    measure: bool = False
-    written_later: bool = False
-
-    @property
-    def fuses(self) -> bool:
-        """What runs is compiled by inductor."""
-        return bool(self.settings.get("compiler") == "inductor")
-
-    @property
-    def pricing(self) -> Pricing:
-        return Pricing(self.fuses, self.measure)
-
-    def weight(self, estimate: Estimate) -> int:
-        return estimate.weight(self.calls, among_others=self.among_others)
 
 
 @dataclass(frozen=True)
@@ -171,11 +138,8 @@ def _decided(
     free = [call for call in calls if call.free]
     consider_others(request.memory, free, min(fits, default=None), consider)
     asked = [c for c in candidates if request.of_torch in (None, c.strategy)]
-    bits: list[Candidate] = []
-    if request.of_torch is None:
-        how = (request.masks, request.memory.kind, limits, first, refused)
-        plans = partial(_timed_plans, request, candidates)
-        bits, limits = plans_in_bits(*how, plans, request.pricing)
+    plans = partial(_timed_plans, request, candidates)
+    bits, limits = plans_in_bits(request, limits, first, refused, plans)
     try:
         chosen, modules = _of_pools(request, limits, asked, bits, refused)
     except NotUnderstood:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from ecornn.echo.joint import Joint
 from ecornn.echo.plan.budget import ALIKE, Limits, rank
+from ecornn.echo.request import Request
 
 if TYPE_CHECKING:
-    from ecornn.echo.pipeline import Candidate, Request
+    from ecornn.echo.pipeline import Candidate
 
 
 def place(candidate: Candidate, limits: Limits, request: Request) -> tuple[float, ...] | None:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecornn.echo.backend import EchoBackend, choose_codegen, start_compilers
+from ecornn.echo.backend import EchoBackend
 from ecornn.echo.calls_noted import CommonInputs, noting_calls
+from ecornn.echo.codegen import choose_codegen, start_compilers
 from ecornn.echo.counted import Calls, counted, counted_with_gradients, counted_without_numbers
 from ecornn.echo.counted_storages import Functions, NotedFunctions
 from ecornn.echo.exchanged import Exchanged

@@ -15,7 +15,7 @@ from ecornn.echo.graph import Graph, Operation, read_graph
 from ecornn.echo.joint import prices_of
 from ecornn.echo.options import read_memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.pipeline import Decision, Request, decide, kept_by
+from ecornn.echo.pipeline import Decision, decide, kept_by
 from ecornn.echo.plan.budget import (
     NEARLY_FREE,
     TIMES_FREED,
@@ -25,6 +25,7 @@ from ecornn.echo.plan.budget import (
 )
 from ecornn.echo.plan.prices import DRAWING, draws_of, fused
 from ecornn.echo.plan.search import Search
+from ecornn.echo.request import Request
 from ecornn.echo.schedule import backward_program, saved
 from support.joints import joint_of, leaf
 

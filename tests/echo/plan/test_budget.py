@@ -14,12 +14,13 @@ from torch import Tensor
 from ecornn.echo.graph import read_graph
 from ecornn.echo.options import read_memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.pipeline import Decision, Request, decide
+from ecornn.echo.pipeline import Decision, decide
 from ecornn.echo.plan.bidirectional import bidirectional
 from ecornn.echo.plan.budget import LITTLE, without_the_least
 from ecornn.echo.plan.groups import run_again
 from ecornn.echo.plan.prices import fused, read_by_heavy
 from ecornn.echo.plan.search import Search
+from ecornn.echo.request import Request
 from ecornn.errors import InvalidInput
 from support.joints import joint_of, leaf
 

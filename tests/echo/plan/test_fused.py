@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ecornn.echo.graph import read_graph
 from ecornn.echo.passes import Passes
-from ecornn.echo.pipeline import Request, decide
+from ecornn.echo.pipeline import decide
 from ecornn.echo.plan import fused as fused_module
 from ecornn.echo.plan.estimate import Plan, estimate
 from ecornn.echo.plan.prices import fused, one_by_one
+from ecornn.echo.request import Request
 from support.joints import joint_of, leaf
 
 ROWS, WIDTH = 32, 16

@@ -22,8 +22,9 @@ from ecornn.bench.training.cases import ModelCase
 from ecornn.echo.graph import read_graph
 from ecornn.echo.options import Memory
 from ecornn.echo.passes import Passes
-from ecornn.echo.pipeline import Request, decide
+from ecornn.echo.pipeline import decide
 from ecornn.echo.plan.exact import exact
+from ecornn.echo.request import Request
 
 
 @dataclass(frozen=True)
