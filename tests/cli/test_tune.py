@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 
 from ecornn.cli.app import app
 from ecornn.kernels.persistent import choose
-from ecornn.kernels.persistent.choose import Chip, Request, measured, own_table, ranked, remember
+from ecornn.kernels.persistent.choose import Request, measured, own_table, ranked, remember
 from ecornn.kernels.persistent.tune import entry
-
-HOPPER = Chip(132, 232448, ((2, 66), (4, 30), (8, 15), (16, 7)))
+from support.chips import HOPPER
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import ctypes
 import re
 import threading
 from dataclasses import replace
-from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from ecornn.backends.persistent_calls import Piece, pieces
-from ecornn.kernels.jit import CompileError, Variant, build, compiler_unavailable
+from ecornn.kernels.jit import CompileError, Variant, build
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.jit.resources import Resources, resources
-from ecornn.kernels.losses import CrossEntropyArguments, CrossEntropyTile
+from ecornn.kernels.losses import CrossEntropyArguments
 from ecornn.kernels.persistent import device, tune
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.choose import (
-    Chip,
     Request,
     _table,
     candidates,
@@ -34,304 +31,14 @@ from ecornn.kernels.persistent.choose import (
     remember,
 )
 from ecornn.kernels.persistent.floor import FloorArguments
-from ecornn.kernels.persistent.gradients import (
-    MOST_UNITS,
-    SPLIT,
-    GradientArguments,
-    GradientTile,
-    is_small,
-)
+from ecornn.kernels.persistent.gradients import MOST_UNITS, SPLIT, GradientArguments, is_small
 from ecornn.kernels.persistent.model import WITHOUT_WAITS, describe, estimate, explain, terms
-from ecornn.kernels.persistent.shares import ShareArguments, ShareTile
-from ecornn.kernels.persistent.tile import (
-    CELLS,
-    NUMBERS,
-    POLLING,
-    TILE_ROWS,
-    Geometry,
-    Tile,
-    round_up,
-)
+from ecornn.kernels.persistent.shares import ShareArguments
+from ecornn.kernels.persistent.tile import CELLS, TILE_ROWS, Geometry
 from ecornn.kernels.persistent.tune import entry, finalists
-from ecornn.kernels.row_losses import READ_AS, RowLossArguments, RowLossTile
+from ecornn.kernels.row_losses import RowLossArguments
 from ecornn.spec import GATES
-
-needs_compiler = pytest.mark.skipif(
-    compiler_unavailable() is not None, reason=str(compiler_unavailable())
-)
-
-HOPPER = Chip(132, 232448, ((2, 66), (4, 30), (8, 15), (16, 7)))
-#: Multiprocessors and shared memory of an A100, an A10, an L4, an H200, a B200, an RTX 5090.
-CHIPS = {
-    "sm_80": Chip(108, 166912),
-    "sm_86": Chip(72, 101376),
-    "sm_89": Chip(58, 101376),
-    "sm_90a": HOPPER,
-    "sm_100a": Chip(148, 232448),
-    "sm_120": Chip(170, 101376),
-}
-KERNELS = ("forward", "backward")
-
-
-def its_turn(arch: str, turn: int) -> bool:
-    """One of four, another for each architecture."""
-    return (turn + list(CHIPS).index(arch)) % 4 == 0
-
-
-def optimizes(arch: str, turn: int) -> bool:
-    """For the architecture that is tuned, and for the others in their turn."""
-    return arch == "sm_90a" or its_turn(arch, turn)
-
-
-def build_for(variant: Variant, optimized: bool, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """Else without most optimizations, in less than half of the time: the language, the checks at
-    compile time and the assembler are the same."""
-    if not optimized:
-        import cuda.core as cuda_core
-
-        quick = partial(cuda_core.ProgramOptions, ofast_compile="mid")
-        monkeypatch.setattr(cuda_core, "ProgramOptions", quick)
-    return build(variant)
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", CHIPS)
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_compiles_for(
-    arch: str, cell: str, numbers: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # one block alone for some, all blocks for others, with and without lengths and resets
-    place = CELLS.index(cell) + NUMBERS.index(numbers)
-    large = place % 2
-    ask = Request(kernel, cell, numbers, 384 if large else 40, 5, features=bool(large))
-    tile = ranked(ask, CHIPS[arch])[0].tile
-    # not all for sm_90a: those that were tuned are optimized for it below
-    optimized = its_turn(arch, place + KERNELS.index(kernel))
-    code = build_for(tile.variant(arch), optimized, monkeypatch)
-    assert kernel.encode() in code
-    assert resources(code).registers * tile.threads <= 65536  # or it could not be launched
-
-
-@needs_compiler
-@pytest.mark.parametrize(("arch", "kernel"), list(zip(CHIPS, KERNELS * len(CHIPS), strict=False)))
-def test_sizes_that_end_inside_a_tile_compile_for(
-    arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = ranked(Request(kernel, "lstm", "bf16", 1000, 5), CHIPS[arch])
-    tile = next(g.tile for g in found if g.tile.ragged)
-    code = build_for(tile.variant(arch), optimizes(arch, 0), monkeypatch)
-    assert kernel.encode() in code
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", CHIPS)
-@pytest.mark.parametrize("polling", POLLING[1:])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_every_way_to_wait_compiles_for(
-    arch: str, polling: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = ranked(Request(kernel, "lstm", "tf32", 384, 5), CHIPS[arch])
-    tile = next(g.tile for g in found if g.tile.grid)
-    tile = replace(tile, polling=polling, rounded=False)
-    code = build_for(tile.variant(arch), False, monkeypatch)
-    assert kernel.encode() in code
-
-
-def test_only_gradients_that_are_exchanged_as_tf32_are_rounded() -> None:
-    for kernel, numbers in product(KERNELS, NUMBERS):
-        found = {g.tile for g in ranked(Request(kernel, "lstm", numbers, 256, 4), HOPPER)}
-        assert {tile.grid for tile in found} == {False, True}
-        for tile in found:
-            rounds = tile.grid and (kernel, numbers) == ("backward", "tf32")
-            assert dict(tile.variant("sm_90a").constants)["ROUNDED"] == rounds
-
-
-@pytest.mark.parametrize("hidden", [85, 384, 1000, 1024])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_tile_knows_whether_the_inner_dimension_ends_inside_it(kernel: str, hidden: int) -> None:
-    found = {g.tile for g in ranked(Request(kernel, "lstm", "bf16", hidden, 5), CHIPS["sm_90a"])}
-    assert found
-    for tile in found:
-        lanes = product(range(tile.owners), range(tile.k_warps), range(tile.chunks), range(4))
-        # as `k_of` in multiply.cuh
-        ends = [
-            ((rank * tile.k_warps + warp) * tile.chunks + c) * 4 * tile.vector
-            + (q + 1) * tile.vector
-            for rank, warp, c, q in lanes
-        ]
-        sections = tile.inner * round_up(hidden, tile.vector)
-        assert max(ends) >= sections
-        assert tile.ragged == (tile.grid and max(ends) > sections)
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", CHIPS)
-@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
-@pytest.mark.parametrize("numbers", NUMBERS)
-def test_the_gradients_compile_for(
-    arch: str, cell: str, numbers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tile = GradientTile(cell, numbers, SPLIT if CHIPS[arch].clusters else 1)
-    optimized = optimizes(arch, CELLS.index(cell) + NUMBERS.index(numbers))
-    code = build_for(tile.variant(arch), optimized, monkeypatch)
-    assert b"gradients" in code
-    assert resources(code).frame_bytes == 0 or not optimized
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", CHIPS)
-@pytest.mark.parametrize("numbers", NUMBERS)
-def test_the_shares_compile_for(arch: str, numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimized = optimizes(arch, NUMBERS.index(numbers))
-    code = build_for(ShareTile(numbers).variant(arch), optimized, monkeypatch)
-    assert b"shares" in code
-    assert resources(code).frame_bytes == 0 or not optimized
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", CHIPS)
-def test_the_gradient_of_cross_entropy_compiles_for(
-    arch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    optimized = optimizes(arch, 0)
-    code = build_for(CrossEntropyTile().variant(arch), optimized, monkeypatch)
-    assert b"cross_entropy" in code
-    assert resources(code).frame_bytes == 0 or not optimized
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", CHIPS)
-@pytest.mark.parametrize("numbers", sorted(READ_AS.values()))
-def test_the_losses_of_rows_compile_for(
-    arch: str, numbers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    optimized = optimizes(arch, NUMBERS.index(numbers))
-    code = build_for(RowLossTile(numbers).variant(arch), optimized, monkeypatch)
-    assert b"row_losses" in code
-    assert resources(code).frame_bytes == 0 or not optimized
-
-
-def _tuned(entry: dict[str, Any]) -> Tile:
-    request = dict(entry["request"])
-    if request["numbers"] == "half":
-        request["numbers"] = "bf16"
-    found = measured(Request(**request))
-    assert found is not None
-    return found.tile
-
-
-#: Sizes that were measured apart share tiles: each is compiled once.
-TUNED_TILES = {
-    _tuned(entry): "-".join(map(str, entry["request"].values())) for entry in _table().values()
-}
-
-
-@cache
-def taken(tile: Tile, arch: str = "sm_90a") -> Resources:
-    return resources(build(tile.variant(arch)))
-
-
-#: Where the estimate leaves fewer registers than this, what lengths and resets, float16 or another
-#: architecture take more may be too many. All variants were compiled once: of tiles with more room
-#: none spills.
-TIGHT = 16
-
-#: What spills nevertheless, (architecture, tile, numbers, with lengths or resets): bytes a thread.
-#: No tile of the same size is without: of these rows of weights either one alone is in registers,
-#: or shared memory has no room for one more.
-UNAVOIDABLE = {
-    # Biases and addresses, by their machine code: stored before the loop, read from L1 once a step.
-    ("sm_90a", "forward-lstm-half-1024-64-1", "bf16", True): 40,
-    ("sm_90a", "forward-lstm-half-1024-64-1", "fp16", True): 40,
-    ("sm_90a", "forward-lstm-tf32-1024-64-1", "tf32", True): 40,
-    ("sm_100a", "forward-lstm-half-1024-64-1", "bf16", False): 16,
-    ("sm_100a", "forward-lstm-half-1024-64-1", "bf16", True): 80,
-    ("sm_100a", "forward-lstm-half-1024-64-1", "fp16", False): 16,
-    ("sm_100a", "forward-lstm-half-1024-64-1", "fp16", True): 80,
-    # One value, stored and read once a step.
-    ("sm_90a", "backward-lstm-half-2048-16-1", "bf16", True): 8,
-}
-#: The same of tiles that others could replace, which spill nothing and were slower on an H200: with
-#: twice the vectors under way a step took 9.5 µs instead of 11.4 in TF32, 5.6 instead of 6.2 in
-#: bfloat16. They are biases above all, read once a step before the product.
-QUICKER = {
-    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", False): 40,
-    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", True): 80,
-    ("sm_90a", "backward-lstm-half-1024-64-1", "bf16", False): 24,
-    ("sm_90a", "backward-lstm-half-1024-64-1", "bf16", True): 8,
-    ("sm_90a", "backward-lstm-half-1024-64-1", "fp16", False): 24,
-    ("sm_90a", "backward-lstm-half-1024-64-1", "fp16", True): 16,
-}
-FRAMES = UNAVOIDABLE | QUICKER
-
-
-@needs_compiler
-@pytest.mark.parametrize("tile", TUNED_TILES, ids=TUNED_TILES.values())
-def test_no_tuned_tile_spills_but_those_that_are_known(tile: Tile) -> None:
-    used = taken(tile)
-    known = FRAMES.get(("sm_90a", TUNED_TILES[tile], tile.numbers, False), 0)
-    assert used.frame_bytes == known
-    assert known <= tune.SMALL_FRAME
-    assert used.registers * tile.threads <= 65536
-
-
-def _is_tight(tile: Tile) -> bool:
-    return min(255, 65536 // tile.threads) - registers(tile) < TIGHT
-
-
-def _tight_variants() -> list[tuple[str, str, str, bool]]:
-    """With lengths and resets, half precisions in turn; and all that is known to spill."""
-    found = dict.fromkeys(FRAMES)
-    for arch in ("sm_90a", "sm_100a"):
-        for place, (tile, name) in enumerate(TUNED_TILES.items()):
-            numbers = ("bf16", "fp16")[place % 2] if tile.element_bytes == 2 else tile.numbers
-            if _is_tight(tile) and tile.cluster in (1, *dict(CHIPS[arch].clusters)):
-                found[arch, name, numbers, True] = None
-    return list(found)
-
-
-@needs_compiler
-@pytest.mark.parametrize("variant", _tight_variants(), ids=lambda v: "-".join(map(str, v)))
-def test_lengths_resets_float16_and_blackwell_spill_no_more_than_is_known(
-    variant: tuple[str, str, str, bool],
-) -> None:
-    arch, name, numbers, features = variant
-    plain = next(tile for tile, its in TUNED_TILES.items() if its == name)
-    tile = replace(plain, numbers=numbers, features=features)
-    assert _is_tight(plain), "what has room does not spill"
-    used = taken(tile, arch)
-    assert used.frame_bytes == FRAMES.get(variant, 0)
-    assert used.registers * tile.threads <= 65536
-
-
-def test_no_other_rows_in_registers_would_spare_what_spills() -> None:
-    for arch, name, _, _ in UNAVOIDABLE:
-        tile = next(tile for tile, its in TUNED_TILES.items() if its == name)
-        less = replace(tile, register_tiles=tile.register_tiles - 1, partial_buffers=1)
-        assert tile.register_tiles == 1 or less.shared_bytes > CHIPS[arch].shared_bytes
-
-
-#: Nobody has measured any: what the model names is what runs.
-IEEE_ASKS = [
-    Request("forward", "lstm", "ieee", 64, 4),
-    Request("backward", "lstm", "ieee", 512, 4),
-    Request("forward", "gru", "ieee", 1024, 4, features=True),
-    Request("backward", "gru", "ieee", 256, 33),
-    Request("forward", "rnn_tanh", "ieee", 512, 64),
-    Request("backward", "lstm", "ieee", 1000, 3),
-]
-
-
-@needs_compiler
-@pytest.mark.parametrize("ask", IEEE_ASKS, ids=str)
-def test_what_is_chosen_for_ieee_does_not_spill(ask: Request) -> None:
-    tile = ranked(ask, HOPPER)[0].tile
-    used = taken(tile)
-    assert used.frame_bytes == 0
-    assert used.registers * tile.threads <= 65536
-    assert abs(registers(tile) - used.registers) <= 50, tile
+from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
 
 
 @pytest.mark.parametrize(("batch", "width"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 8)])
@@ -387,15 +94,6 @@ def test_as_many_rows_as_fit_are_in_registers(
         elif registers(tile) > most - 24 and tile.register_tiles > 1:
             room = replace(less, partial_buffers=1).shared_bytes <= HOPPER.shared_bytes
             assert (less in found) is room
-
-
-@needs_compiler
-def test_registers_are_about_what_the_compiler_takes() -> None:
-    for hidden, batch in ((64, 4), (256, 16), (1024, 4)):
-        for kernel in KERNELS:
-            tile = ranked(Request(kernel, "lstm", "bf16", hidden, batch), HOPPER)[0].tile
-            assert tile in TUNED_TILES
-            assert abs(registers(tile) - taken(tile).registers) <= 40, tile
 
 
 ASKS = [

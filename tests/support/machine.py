@@ -21,16 +21,16 @@ from ecornn.backends import (
     persistent_plain,
 )
 from ecornn.backends.protocol import LayerCall
-from ecornn.kernels.persistent.choose import Chip, Request, ranked
+from ecornn.kernels.persistent.choose import Request, ranked
 from ecornn.kernels.persistent.gradients import GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.reference import DirectionWeights
 from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
 from ecornn.spec import GATES, weight_layout
+from support.chips import HOPPER
 from support.emulated import EmulatedLauncher
 
-HOPPER = Chip(132, 232448, ((2, 66), (4, 30), (8, 15), (16, 7)))
 STEPS, BATCH, INPUT = 11, 4, 5
 
 

@@ -1,0 +1,159 @@
+"""Every kernel compiles for every architecture, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import pytest
+
+from ecornn.kernels.jit import Variant, build
+from ecornn.kernels.jit.resources import resources
+from ecornn.kernels.losses import CrossEntropyTile
+from ecornn.kernels.persistent.choose import Request, ranked
+from ecornn.kernels.persistent.gradients import SPLIT, GradientTile
+from ecornn.kernels.persistent.shares import ShareTile
+from ecornn.kernels.persistent.tile import CELLS, NUMBERS, POLLING, round_up
+from ecornn.kernels.row_losses import READ_AS, RowLossTile
+from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
+
+
+def its_turn(arch: str, turn: int) -> bool:
+    """One of four, another for each architecture."""
+    return (turn + list(CHIPS).index(arch)) % 4 == 0
+
+
+def optimizes(arch: str, turn: int) -> bool:
+    """For the architecture that is tuned, and for the others in their turn."""
+    return arch == "sm_90a" or its_turn(arch, turn)
+
+
+def build_for(variant: Variant, optimized: bool, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Else without most optimizations, in less than half of the time: the language, the checks at
+    compile time and the assembler are the same."""
+    if not optimized:
+        import cuda.core as cuda_core
+
+        quick = partial(cuda_core.ProgramOptions, ofast_compile="mid")
+        monkeypatch.setattr(cuda_core, "ProgramOptions", quick)
+    return build(variant)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiles_for(
+    arch: str, cell: str, numbers: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # one block alone for some, all blocks for others, with and without lengths and resets
+    place = CELLS.index(cell) + NUMBERS.index(numbers)
+    large = place % 2
+    ask = Request(kernel, cell, numbers, 384 if large else 40, 5, features=bool(large))
+    tile = ranked(ask, CHIPS[arch])[0].tile
+    # not all for sm_90a: those that were tuned are optimized for it below
+    optimized = its_turn(arch, place + KERNELS.index(kernel))
+    code = build_for(tile.variant(arch), optimized, monkeypatch)
+    assert kernel.encode() in code
+    assert resources(code).registers * tile.threads <= 65536  # or it could not be launched
+
+
+@needs_compiler
+@pytest.mark.parametrize(("arch", "kernel"), list(zip(CHIPS, KERNELS * len(CHIPS), strict=False)))
+def test_sizes_that_end_inside_a_tile_compile_for(
+    arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ranked(Request(kernel, "lstm", "bf16", 1000, 5), CHIPS[arch])
+    tile = next(g.tile for g in found if g.tile.ragged)
+    code = build_for(tile.variant(arch), optimizes(arch, 0), monkeypatch)
+    assert kernel.encode() in code
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("polling", POLLING[1:])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_way_to_wait_compiles_for(
+    arch: str, polling: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ranked(Request(kernel, "lstm", "tf32", 384, 5), CHIPS[arch])
+    tile = next(g.tile for g in found if g.tile.grid)
+    tile = replace(tile, polling=polling, rounded=False)
+    code = build_for(tile.variant(arch), False, monkeypatch)
+    assert kernel.encode() in code
+
+
+def test_only_gradients_that_are_exchanged_as_tf32_are_rounded() -> None:
+    for kernel, numbers in product(KERNELS, NUMBERS):
+        found = {g.tile for g in ranked(Request(kernel, "lstm", numbers, 256, 4), HOPPER)}
+        assert {tile.grid for tile in found} == {False, True}
+        for tile in found:
+            rounds = tile.grid and (kernel, numbers) == ("backward", "tf32")
+            assert dict(tile.variant("sm_90a").constants)["ROUNDED"] == rounds
+
+
+@pytest.mark.parametrize("hidden", [85, 384, 1000, 1024])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_tile_knows_whether_the_inner_dimension_ends_inside_it(kernel: str, hidden: int) -> None:
+    found = {g.tile for g in ranked(Request(kernel, "lstm", "bf16", hidden, 5), CHIPS["sm_90a"])}
+    assert found
+    for tile in found:
+        lanes = product(range(tile.owners), range(tile.k_warps), range(tile.chunks), range(4))
+        # as `k_of` in multiply.cuh
+        ends = [
+            ((rank * tile.k_warps + warp) * tile.chunks + c) * 4 * tile.vector
+            + (q + 1) * tile.vector
+            for rank, warp, c, q in lanes
+        ]
+        sections = tile.inner * round_up(hidden, tile.vector)
+        assert max(ends) >= sections
+        assert tile.ragged == (tile.grid and max(ends) > sections)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_the_gradients_compile_for(
+    arch: str, cell: str, numbers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = GradientTile(cell, numbers, SPLIT if CHIPS[arch].clusters else 1)
+    optimized = optimizes(arch, CELLS.index(cell) + NUMBERS.index(numbers))
+    code = build_for(tile.variant(arch), optimized, monkeypatch)
+    assert b"gradients" in code
+    assert resources(code).frame_bytes == 0 or not optimized
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_the_shares_compile_for(arch: str, numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimized = optimizes(arch, NUMBERS.index(numbers))
+    code = build_for(ShareTile(numbers).variant(arch), optimized, monkeypatch)
+    assert b"shares" in code
+    assert resources(code).frame_bytes == 0 or not optimized
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_gradient_of_cross_entropy_compiles_for(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimized = optimizes(arch, 0)
+    code = build_for(CrossEntropyTile().variant(arch), optimized, monkeypatch)
+    assert b"cross_entropy" in code
+    assert resources(code).frame_bytes == 0 or not optimized
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("numbers", sorted(READ_AS.values()))
+def test_the_losses_of_rows_compile_for(
+    arch: str, numbers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimized = optimizes(arch, NUMBERS.index(numbers))
+    code = build_for(RowLossTile(numbers).variant(arch), optimized, monkeypatch)
+    assert b"row_losses" in code
+    assert resources(code).frame_bytes == 0 or not optimized
