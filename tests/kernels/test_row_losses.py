@@ -173,6 +173,15 @@ def test_what_the_kernel_reads() -> None:
     assert not module.is_served(torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("old", [None, "too old"])
+def test_where_it_serves(old: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operator takes is foretold by it: on a GPU that is too old torch's operators run."""
+    monkeypatch.setattr(module, "unavailable", lambda: None)
+    monkeypatch.setattr(module, "too_old", lambda: old)
+    assert module.is_served(torch.bfloat16, torch.device("cuda")) is (old is None)
+    assert not module.is_served(torch.float64, torch.device("cuda"))
+
+
 def test_its_threads_are_those_of_the_source() -> None:
     text = Path(SOURCES / "row_losses.cu").read_text()
     assert f"THREADS = {RowLossTile('bf16').threads};" in text

@@ -77,12 +77,14 @@ def _is_tight(tile: Tile) -> bool:
 
 
 def _tight_variants() -> list[tuple[str, str, str, bool]]:
-    """With lengths and resets, half precisions in turn; and all that is known to spill."""
+    """With lengths and resets, half precisions in turn; and all that is known to spill, for
+    Blackwell, which tiles are not tuned for, with every third of the others."""
     found = dict.fromkeys(FRAMES)
-    for arch in ("sm_90a", "sm_100a"):
+    for arch, each in (("sm_90a", 1), ("sm_100a", 3)):
         for place, (tile, name) in enumerate(TUNED_TILES.items()):
             numbers = ("bf16", "fp16")[place % 2] if tile.element_bytes == 2 else tile.numbers
-            if _is_tight(tile) and tile.cluster in (1, *dict(CHIPS[arch].clusters)):
+            clusters = (1, *dict(CHIPS[arch].clusters))
+            if _is_tight(tile) and tile.cluster in clusters and place % each == 0:
                 found[arch, name, numbers, True] = None
     return list(found)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ecornn.kernels.jit import Variant
 from ecornn.kernels.loading import launcher_beside
-from ecornn.kernels.persistent.device import unavailable
+from ecornn.kernels.persistent.device import too_old, unavailable
 from ecornn.kernels.persistent.tile import NUMBERS
 from ecornn.kernels.reference.row_losses import Rows
 from ecornn.kernels.reference.row_losses import row_losses as by_torch
@@ -50,7 +50,9 @@ class RowLossTile:
 def is_served(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether scores like these are left to the kernel, as far as that is known before it is
     loaded."""
-    return device.type == "cuda" and dtype in READ_AS and unavailable() is None
+    if device.type != "cuda" or dtype not in READ_AS:
+        return False
+    return unavailable() is None and too_old() is None
 
 
 def row_losses(scores_RW: Tensor, target_R: Tensor, losses_R: Tensor, rows: Rows) -> None:
