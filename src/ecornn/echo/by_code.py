@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ecornn.echo.options import AUTO, MIN, Memory
-from ecornn.errors import InvalidInput
-from ecornn.sizes import size_text
+from ecornn.echo.options import AUTO, MIN, Memory, refusal
 
 #: How often a graph is planned for less before it is for the least: each time is a compilation.
 TIGHTENINGS = 2
@@ -76,7 +74,8 @@ def within_by_code(memory: Memory, attempt: Attempt) -> Aim:
     # whatever was found on the way: what is named is what the least holds, and met if asked for
     found = last if last.peak <= limit else _least(attempt)
     if found.peak > limit:
-        raise _refusal(memory, limit, found.peak)
+        of = "the code of the forward and backward pass of this graph"
+        raise refusal(memory, limit, found.peak, of)
     return replace(found.aim, limit=limit)
 
 
@@ -109,13 +108,3 @@ def _tighter(one: Tried, limit: int) -> Memory | None:
     if not inputs < limit < one.peak or planned <= inputs:
         return None
     return Memory("bytes", inputs + (planned - inputs) * (limit - inputs) // (one.peak - inputs))
-
-
-def _refusal(memory: Memory, limit: int, smallest: int) -> InvalidInput:
-    return InvalidInput(
-        "memory",
-        f"{memory}, which is {limit:,} bytes here",
-        f"at least {smallest:,} bytes ({size_text(smallest)}), the smallest peak that was found for"
-        " the code of the forward and backward pass of this graph, its inputs and weights included",
-        'ask for that much, ask for "min", or make the batch smaller',
-    )

@@ -108,3 +108,14 @@ def _bytes_of(text: str) -> int:
     if amount <= 0:
         raise InvalidInput("memory", repr(text), "more than 0", 'or ask for "min"')
     return amount
+
+
+def refusal(memory: Memory, limit: int, smallest: int, of: str) -> InvalidInput:
+    """Of a budget of so many bytes. `of`: what the smallest peak was found for."""
+    return InvalidInput(
+        "memory",
+        f"{memory}, which is {limit:,} bytes here",
+        f"at least {smallest:,} bytes ({size_text(smallest)}), the smallest peak that was found for"
+        f" {of}, its inputs and weights included",
+        'ask for that much, ask for "min", or make the batch smaller',
+    )

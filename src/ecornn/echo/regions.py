@@ -49,8 +49,9 @@ from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budg
 from ecornn.echo.twin import alone, device_of
 from ecornn.ops.keeping import keeping_states_alone
 
-#: What the host takes for one call of a compiled part and its backward pass, beside launches: a
-#: translator's step of 50 such calls took 75 to 105 ms on hosts of H200s, replayed from a graph 18.
+#: What the host takes for one call of a compiled part and its backward pass, beside launches. An
+#: estimate on the low side, not timed by itself: a translator's step of 50 such calls took 75 to
+#: 105 ms on hosts of H200s, replayed from a graph 18.
 CALL_S = 1e-3
 
 

@@ -25,7 +25,7 @@ from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.layer_choice import LayerChoice
 from ecornn.echo.lean.layers import EVERY_CALL, NO_CALL
 from ecornn.echo.model_call import ModelCall
-from ecornn.echo.options import AUTO, MIN, Memory
+from ecornn.echo.options import AUTO, MIN, Memory, refusal
 from ecornn.echo.recorded import Recorded, key_of
 from ecornn.echo.rehearse import Find, Part, Rehearsed, rehearsal_of
 from ecornn.echo.report import GraphReport
@@ -132,7 +132,8 @@ def _within_budget(asked: Asked) -> Step:
         if bare.found.most <= room:
             return step(bare)
         smallest = min(way.found.most for way in (nearly_free, least, bare))
-        raise refusal(asked.memory, limit, written.held + smallest)
+        of = "the forward and backward pass of a step like this one"
+        raise refusal(asked.memory, limit, written.held + smallest, of)
     last = nearly_free
     for _ in range(TIGHTENINGS):
         tighter = _tighter(last, last.found.most - room)
@@ -149,16 +150,6 @@ def limit_of(memory: Memory, written: Rehearsed) -> int:
     if memory.kind == "fraction":
         return written.held + int(memory.amount * written.most)
     return int(memory.amount)
-
-
-def refusal(memory: Memory, limit: int, smallest: int) -> InvalidInput:
-    return InvalidInput(
-        "memory",
-        f"{memory}, which is {limit:,} bytes here",
-        f"at least {smallest:,} bytes ({size_text(smallest)}), the smallest peak that was found for"
-        " the forward and backward pass of a step like this one, its weights and inputs included",
-        'ask for that much, ask for "min", or make the batch smaller',
-    )
 
 
 def _if_it_can_be(

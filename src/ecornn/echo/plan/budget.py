@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ecornn.echo.options import Memory
+from ecornn.echo.options import Memory, refusal
 from ecornn.echo.passes import Passes
 from ecornn.echo.plan.estimate import Estimate
 from ecornn.echo.plan.groups import Group
 from ecornn.echo.plan.prices import Prices, read_by_heavy
 from ecornn.echo.plan.search import BEST, BEST_FOR_LEAST, Found, Key, Search
 from ecornn.errors import InvalidInput
-from ecornn.sizes import size_text
 
 #: Of the estimated time of a step: what "auto" takes beyond the quickest plan that is known.
 NEARLY_FREE = 0.02
@@ -282,10 +281,6 @@ def rank(
 
 
 def refuse(memory: Memory, limits: Limits, smallest: int) -> InvalidInput:
-    return InvalidInput(
-        "memory",
-        f"{memory}, which is {limits.bytes:,} bytes here",
-        f"at least {smallest:,} bytes ({size_text(smallest)}), the smallest peak that was found for"
-        " the forward and backward pass of this graph, its inputs and weights included",
-        'ask for that much, ask for "min", or make the batch smaller',
-    )
+    assert limits.bytes is not None  # of a budget
+    of = "the forward and backward pass of this graph"
+    return refusal(memory, limits.bytes, smallest, of)
