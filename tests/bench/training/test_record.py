@@ -223,6 +223,32 @@ def test_an_interruption_leaves_rows_and_no_processes(
     assert groups == []
 
 
+def test_an_interruption_leaves_the_rows_of_one_run_where_a_case_has_some(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another case, and what the file has none of, are written as they come."""
+    before = pretended.run(NMT)
+    plain = recording.write
+    rows: list[int] = []
+
+    def interrupted(results: Results, path: Path) -> None:
+        plain(results, path)
+        rows.append(len(results.rows))
+        if len(rows) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(recording, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pretended.run(GPT2, NMT)
+    assert rows == [4, 5, 6, 6, 6]
+    found = {row.key: row for row in read(pretended.out).rows}
+    dates = {dict(row.environment or {}).get("date") for row in found.values() if row.case == NMT}
+    assert dates == {before.environment["date"]}
+    monkeypatch.undo()
+    again = pretended.run(NMT)
+    assert not any(row.environment for row in again.rows if row.case == NMT), "all are new"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_run_that_is_killed_takes_its_processes_with_it(
     tmp_path: Path, number: signal.Signals

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,7 +61,9 @@ class Options:
 def record(
     cases: Sequence[ModelCase], options: Options, console: Console, out: Path | None = None
 ) -> Recording:
-    """The file is written after every row: what was measured outlives an interruption."""
+    """The file is written after every row: what was measured outlives an interruption. But of a case
+    that the file has already, only once all of its rows are there: rows of two runs are not compared
+    with each other, and an interrupted run would leave such."""
     device = choose_device(options.device)
     with tf32_where_it_is_faster(device):
         environment = describe(device) | {"effort": options.effort}
@@ -72,18 +75,22 @@ def record(
             earlier = read(out)
             check_mergeable(earlier, options.benchmark, environment)
     measured: list[Row] = []
+    known = {} if earlier is None else {row.key: row for row in earlier.rows}
+    plan = make_plan(cases, options, known)
+    awaited = Counter(job.case for _, jobs in plan for job in jobs)
+    replaced = {case for case, _ in known}
 
     def results() -> Results:
-        fresh = Results(options.benchmark, environment, tuple(measured))
+        told = tuple(row for row in measured if row.case not in replaced or not awaited[row.case])
+        fresh = Results(options.benchmark, environment, told)
         return fresh if earlier is None else merge(earlier, fresh)
 
     def take(row: Row) -> None:
         measured.append(row)
+        awaited[row.case] -= 1
         if out is not None:
             write(results(), out)
 
-    known = {} if earlier is None else {row.key: row for row in earlier.rows}
-    plan = make_plan(cases, options, known)
     with stopped_by_sigterm():
         for job in run_plan(plan, options, console, known):
             take(job.row())
