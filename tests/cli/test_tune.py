@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from ecornn.cli.app import app
-from ecornn.kernels.persistent import choose
+from ecornn.kernels.persistent import choose, device, tune
 from ecornn.kernels.persistent.choose import Request, measured, own_table, ranked, remember
 from ecornn.kernels.persistent.tune import entry
 from support.chips import HOPPER
@@ -24,13 +25,40 @@ from support.chips import HOPPER
         (["--tiles", "0"], "at least 1"),
         (["--cell", "lsmt"], "lstm"),
         (["--numbers", "fp8"], "bf16"),
+        (["--again"], "leave --hidden and --batch out"),
     ],
 )
 def test_bad_options_are_refused(options: list[str], word: str) -> None:
-    given = {"--hidden": "64", "--batch": "4"} | {options[0]: options[1]}
-    result = CliRunner().invoke(app, ["tune", *(part for pair in given.items() for part in pair)])
+    given = {"--hidden": ["64"], "--batch": ["4"]} | {options[0]: options[1:]}
+    flat = [part for name, values in given.items() for part in (name, *values)]
+    result = CliRunner().invoke(app, ["tune", *flat])
     assert result.exit_code == 2
     assert word in result.output
+
+
+def test_without_a_size_it_asks_for_one() -> None:
+    result = CliRunner().invoke(app, ["tune"])
+    assert result.exit_code == 2
+    assert "--hidden must be a multiple of 8" in result.output
+
+
+def test_known_sizes_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And remembered, in the place of what this machine knew of them."""
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(device, "unavailable", lambda: None)
+    choose._table.cache_clear()
+    ask = Request("forward", "lstm", "bf16", 512, 4)
+    known = measured(ask)
+    assert known is not None
+    quicker = replace(known, tile=replace(known.tile, fetched=True))
+    monkeypatch.setattr(tune, "tuned_again", lambda _: iter([(entry(ask, quicker, 0.5), 0.75)]))
+    try:
+        result = CliRunner().invoke(app, ["tune", "--again"])
+        assert result.exit_code == 0
+        assert "forward lstm bf16 512 × 4: 0.750 µs a step, now 0.500" in result.output
+        assert measured(ask) == quicker
+    finally:
+        choose._table.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

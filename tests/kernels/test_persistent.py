@@ -17,9 +17,9 @@ from torch._subclasses import FakeTensorMode
 from ecornn.backends.persistent_calls import Piece, pieces
 from ecornn.kernels.jit import CompileError, Variant, build
 from ecornn.kernels.jit.key import SOURCES
-from ecornn.kernels.jit.resources import Resources, resources
+from ecornn.kernels.jit.resources import resources
 from ecornn.kernels.losses import CrossEntropyArguments
-from ecornn.kernels.persistent import device, tune
+from ecornn.kernels.persistent import device
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.choose import (
     Request,
@@ -35,7 +35,7 @@ from ecornn.kernels.persistent.gradients import MOST_UNITS, SPLIT, GradientArgum
 from ecornn.kernels.persistent.model import WITHOUT_WAITS, describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments
 from ecornn.kernels.persistent.tile import CELLS, TILE_ROWS, Geometry
-from ecornn.kernels.persistent.tune import entry, finalists
+from ecornn.kernels.persistent.tune import entry
 from ecornn.kernels.row_losses import RowLossArguments
 from ecornn.spec import GATES
 from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
@@ -202,23 +202,6 @@ def test_a_table_of_other_sizes_is_not_followed(
         assert measured(ask) not in ranked(ask, HOPPER)
     finally:
         _table.cache_clear()
-
-
-@pytest.mark.parametrize(("frame_bytes", "measured_too"), [(0, True), (40, True), (200, False)])
-def test_tiles_that_hardly_spill_are_measured_too(
-    frame_bytes: int, measured_too: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask = Request("backward", "lstm", "tf32", 1024, 64)
-    more_under_way = ranked(ask, HOPPER)[0]
-    assert (more_under_way.tile.at_once, more_under_way.tile.abreast) == (4, 2)
-    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90a")
-    monkeypatch.setattr(tune, "chip", lambda device: HOPPER)
-    monkeypatch.setattr(tune, "compiled", lambda variant: variant)
-    spills = more_under_way.tile.variant("sm_90a")
-    monkeypatch.setattr(
-        tune, "resources", lambda v: Resources(255, frame_bytes if v == spills else 0)
-    )
-    assert (more_under_way in finalists(ask, 0, 4)) is measured_too
 
 
 def test_what_cannot_fit_has_no_candidates() -> None:

@@ -49,6 +49,9 @@ class Case(NamedTuple):
     #: As in `Tile`.
     polling: str = "first"
     rounded: bool = True
+    fetched: bool = False
+    #: Of a warp's tiles, counted chunk by chunk, in registers; all that fit if None.
+    in_registers: int | None = None
 
     def __str__(self) -> str:
         named = ("features", "pieces")
@@ -58,6 +61,8 @@ class Case(NamedTuple):
         more += [f"{self.width} repeated"] if self.width < 8 else []
         more += [self.polling] if self.polling != "first" else []
         more += [] if self.rounded else ["rounded by readers"]
+        more += ["fetched"] if self.fetched else []
+        more += [] if self.in_registers is None else [f"{self.in_registers} in registers"]
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
         return "-".join([self.cell, dtype, size, self.regime, *more])
@@ -84,15 +89,20 @@ class Case(NamedTuple):
         abreast = max((g.tile.abreast for g in waits), default=1)
         widest = [g for g in waits if g.tile.abreast == abreast]
         least = min(widest, key=lambda g: g.all_blocks * g.tile.threads, default=None)
-        return least and replace(
-            least,
-            tile=replace(
-                least.tile,
-                partial_buffers=self.buffers,
-                polling=self.polling,
-                rounded=self.rounded,
-            ),
+        if least is None:
+            return None
+        tile = replace(
+            least.tile,
+            partial_buffers=self.buffers,
+            polling=self.polling,
+            rounded=self.rounded,
+            fetched=self.fetched,
         )
+        if self.in_registers is not None:
+            assert self.in_registers < tile.row_tiles * tile.chunks, tile
+            rows, chunks = divmod(self.in_registers, tile.chunks)
+            tile = replace(tile, register_tiles=rows, register_chunks=chunks)
+        return replace(least, tile=tile)
 
     def call(self) -> LayerCall:
         generator = torch.Generator().manual_seed(3)

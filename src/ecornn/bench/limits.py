@@ -52,9 +52,9 @@ LIMITS = (
     Limit(
         "rnn",
         ("LSTM", "ecornn is", "train_us"),
-        "cuDNN's persistent kernel runs here, and is one call for the host where ours are some ten: "
-        "called, its step takes little more than from a graph, ours a quarter more. From a graph "
-        "the target is met",
+        "cuDNN's persistent kernel runs here, and is one call for the host where ours are some "
+        "ten: called, its step takes little more than from a graph, ours a quarter more. From a "
+        "graph the target is met",
         {"hidden": (1024,), "batch": (16,), "dtype": ("fp16",)},
     ),
     Limit(
@@ -114,10 +114,10 @@ LIMITS = (
     Limit(
         "rnn",
         ("floor",),
-        "registers hold half of a block's weights, and the other half, 128 KiB, is read from shared "
-        "memory at every step: at 128 bytes a cycle a thousand cycles, more than half a "
-        "microsecond, which an exchange alone does not have. Tiles with a third less there compile "
-        "without spilling (decision 0036) and are yet to be measured",
+        "registers hold half of a block's weights, and the other half, 128 KiB, is read from "
+        "shared memory at every step: at 128 bytes a cycle a thousand cycles, more than half a "
+        "microsecond, which an exchange alone does not have. Tiles with a third less there "
+        "compile without spilling (decision 0036) and are yet to be measured",
         {"hidden": (1024, 2048)},
     ),
     Limit(

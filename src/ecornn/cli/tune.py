@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ecornn.cli.train import EXIT_BAD_INPUT
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 NUMBERS = ("bf16", "fp16", "tf32", "tf32x3", "ieee")
 
 
 def tune(
-    hidden: Annotated[int, typer.Option(help="Hidden units, a multiple of 8.")],
-    batch: Annotated[int, typer.Option(help="Sequences.")],
+    hidden: Annotated[int, typer.Option(help="Hidden units, a multiple of 8.")] = 0,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 0,
     cell: Annotated[str, typer.Option(help=f"One of {', '.join(CELLS)}.")] = "lstm",
     numbers: Annotated[
         str, typer.Option(help="bf16, fp16, or float32 as tf32, tf32x3 (three products) or ieee.")
     ] = "bf16",
     bidirectional: Annotated[bool, typer.Option(help="Both directions at once.")] = False,
     tiles: Annotated[int, typer.Option(help="How many of the model's best to measure.")] = 12,
+    again: Annotated[
+        bool, typer.Option("--again", help="All sizes that were measured before, instead of one.")
+    ] = False,
 ) -> None:
     """Measure persistent kernels for one size on this GPU; layers use the fastest from then on."""
     from rich.console import Console
@@ -30,7 +36,9 @@ def tune(
     from ecornn.kernels.persistent.choose import Request, remember
 
     problem = device.unavailable()
-    if hidden < 8 or hidden % 8 or batch < 1 or tiles < 1:
+    if again and (hidden or batch):
+        problem = "--again measures the sizes that are known: leave --hidden and --batch out"
+    elif not again and (hidden < 8 or hidden % 8 or batch < 1 or tiles < 1):
         problem = "--hidden must be a multiple of 8, --batch and --tiles at least 1"
     elif cell not in CELLS or numbers not in NUMBERS:
         problem = f"--cell is one of {', '.join(CELLS)}, --numbers one of {', '.join(NUMBERS)}"
@@ -38,6 +46,9 @@ def tune(
         typer.echo(f"cannot tune: {problem}", err=True)
         raise typer.Exit(EXIT_BAD_INPUT)
     console = Console()
+    if again:
+        _tune_again(console)
+        return
     directions = 2 if bidirectional else 1
     entries = []
     with Progress(console=console, transient=True) as progress:
@@ -48,5 +59,24 @@ def tune(
             entries += found
             what = f"{found[0]['microseconds']:.2f} µs a step" if found else "nothing fits"
             progress.console.print(f"{kernel} {cell} {numbers} {hidden} × {batch}: {what}")
+            progress.advance(bar)
+    console.print(f"remembered in {remember(entries)}")
+
+
+def _tune_again(console: Console) -> None:
+    from rich.progress import Progress
+
+    from ecornn.kernels.persistent import tune
+    from ecornn.kernels.persistent.choose import known_requests, remember
+
+    entries = []
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("compiling, then measuring", total=len(known_requests()))
+        for entry, before in tune.tuned_again(0):
+            entries.append(entry)
+            ask, now = entry["request"], entry["microseconds"]
+            size = " ".join(str(ask[name]) for name in ("kernel", "cell", "numbers"))
+            size += f" {ask['hidden']} × {ask['batch']}" + " × 2" * (ask["directions"] - 1)
+            progress.console.print(f"{size}: {before:.3f} µs a step, now {now:.3f}")
             progress.advance(bar)
     console.print(f"remembered in {remember(entries)}")

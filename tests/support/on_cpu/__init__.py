@@ -56,12 +56,16 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
             "multiply_on_cpu<DTYPE <= 1 ? 16 : 8>(c, a, b0, b1);",
         ),
     ],
-    "memory.cuh": [("extern __shared__", ";", "")],
+    "memory.cuh": [
+        ("extern __shared__", ";", ""),
+        ('asm volatile("cp.async.ca', '"memory");', "fetch_weights(to, from);"),
+        ('asm volatile("cp.async.commit', '"memory");', ""),
+        ('asm volatile("cp.async.wait', '"memory");', ""),
+    ],
+    "weights.cuh": [("__ldg(", "(", "load_weights_from(")] * 3,
     "multiply.cuh": [('asm("" : "+l"', ";", "")],
     "sequence.cuh": [('asm("" : "+r"', ";", "")],
     "stream.cuh": [
-        ('asm volatile("cp.async.commit', ";\n", "\n"),
-        ('asm volatile("cp.async.wait', ";\n", "\n"),
         (
             'asm volatile("cp.async.ca',
             '"memory");',

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ecornn.bench.environment import describe
 from ecornn.bench.record import Recording, check_writable
-from ecornn.bench.results import Results, Row, check_mergeable, merge, read, write
+from ecornn.bench.results import AnyCase, Results, Row, check_mergeable, merge, read, write
 from ecornn.bench.runners import choose_device, tf32_where_it_is_faster
 from ecornn.bench.training.cases import BENCHMARK, ModelCase
 from ecornn.bench.training.contenders import contenders_for
@@ -61,9 +61,9 @@ class Options:
 def record(
     cases: Sequence[ModelCase], options: Options, console: Console, out: Path | None = None
 ) -> Recording:
-    """The file is written after every row: what was measured outlives an interruption. But of a case
-    that the file has already, only once all of its rows are there: rows of two runs are not compared
-    with each other, and an interrupted run would leave such."""
+    """The file is written after every row: what was measured outlives an interruption. But of a
+    case that the file has already, only once all of its rows are there: rows of two runs are not
+    compared with each other, and an interrupted run would leave such."""
     device = choose_device(options.device)
     with tf32_where_it_is_faster(device):
         environment = describe(device) | {"effort": options.effort}
@@ -77,7 +77,7 @@ def record(
     measured: list[Row] = []
     known = {} if earlier is None else {row.key: row for row in earlier.rows}
     plan = make_plan(cases, options, known)
-    awaited = Counter(job.case for _, jobs in plan for job in jobs)
+    awaited: Counter[AnyCase] = Counter(job.case for _, jobs in plan for job in jobs)
     replaced = {case for case, _ in known}
 
     def results() -> Results:

@@ -22,6 +22,9 @@ constexpr int BLOCK_ROWS = ROW_WARPS * ROW_TILES * 16;
 constexpr int SEQUENCES = BATCH_TILES * WIDTH;
 constexpr int WARPS = ROW_WARPS * K_WARPS;
 constexpr int THREADS = WARPS * 32;
+// Of a warp's ROW_TILES × CHUNKS, counted chunk by chunk.
+constexpr int IN_REGISTERS = REGISTER_TILES * CHUNKS + REGISTER_CHUNKS;
+static_assert(IN_REGISTERS > 0 && IN_REGISTERS <= ROW_TILES * CHUNKS, "more than there are");
 // Batch tiles that are multiplied ABREAST: weights in shared memory are read once for all of them.
 static_assert(BATCH_TILES % ABREAST == 0, "batch tiles would be left over");
 static_assert(!GRID || AT_ONCE % ABREAST == 0, "what is multiplied together must arrive together");

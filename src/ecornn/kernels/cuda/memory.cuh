@@ -3,7 +3,7 @@
 #include "items.cuh"
 
 // In this order; the host computes the same sum (see SHARED_BYTES below).
-constexpr int WEIGHT_BYTES = (ROW_TILES - REGISTER_TILES) * CHUNKS * 2 * THREADS * 16;
+constexpr int WEIGHT_BYTES = (ROW_TILES * CHUNKS - IN_REGISTERS) * 2 * THREADS * 16;
 // a row of v; rows start 64 bytes apart modulo 128, so that the 16-byte loads of 8 lanes do not
 // meet
 constexpr int INNER_BYTES = K_WARPS * CHUNKS * 64;
@@ -24,6 +24,22 @@ extern __shared__ __align__(16) u8 shared[];
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return u32(__cvta_generic_to_shared(p));
+}
+
+// ---- copies from memory to shared memory, under way while others are
+// 16 bytes, at a multiple of 16.
+__device__ __forceinline__ void copy_through_l1(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+// What this thread has copied since it last said so goes together.
+__device__ __forceinline__ void end_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until all of this thread's have come but the last COUNT that go together.
+template <int COUNT>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
 }
 
 struct Memory : Items {

@@ -6,7 +6,8 @@
 //
 // Warps share the rows (ROW_WARPS) and the inner dimension (K_WARPS); the partial sums of the
 // latter meet in shared memory. A warp holds ROW_TILES × CHUNKS tiles of weights, the first
-// REGISTER_TILES rows of tiles in registers, the others in shared memory.
+// REGISTER_TILES rows of tiles and REGISTER_CHUNKS of the next one in registers, the others in
+// shared memory.
 //
 // GRID 1: all blocks of the launch exchange v through L2; a cluster shares the inner dimension
 //         further, each block of it multiplying the rows of all (OWNERS), and partial sums go to

@@ -63,12 +63,12 @@ struct Stream {
         from[i][r] += step[r];
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    end_copies();
   }
 
   // Wait for the oldest step's values: `copy` was called once for each of AHEAD steps.
   __device__ __forceinline__ static void await() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+    await_copies<AHEAD - 1>();
     __syncwarp();
   }
   __device__ __forceinline__ Element read(int slot, int i, int part) const {

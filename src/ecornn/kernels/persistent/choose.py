@@ -115,6 +115,16 @@ def measured(ask: Request) -> Geometry | None:
     return Geometry(tile, entry["blocks"], entry["groups"], ask.directions, entry["group_batch"])
 
 
+def known_requests() -> list[Request]:
+    """What the tables have an entry for; of half precisions, which they do not tell apart, in
+    bfloat16."""
+    asks = (entry["request"] for entry in _table().values())
+    return [
+        Request(**{**ask, "numbers": "bf16" if ask["numbers"] == "half" else ask["numbers"]})
+        for ask in asks
+    ]
+
+
 def _key(ask: dict[str, Any]) -> tuple[Any, ...]:
     # half precisions cost the same, and lengths or resets change nothing that a tile depends on
     numbers = "half" if ask["numbers"] in ("bf16", "fp16", "half") else ask["numbers"]

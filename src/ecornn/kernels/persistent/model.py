@@ -85,7 +85,7 @@ def terms(geometry: Geometry, hidden: int) -> dict[str, float]:
     if tile.direct:
         items = tile.row_tiles * batch_tiles * (2 * min(2, batch) if tile.outer == 1 else 1)
         items = min(items, tile.items)
-    in_shared = (tile.row_tiles - tile.register_tiles) * tile.chunks * 2 * tile.threads * 16
+    in_shared = (tile.row_tiles * tile.chunks - tile.in_registers) * 2 * tile.threads * 16
     kilobytes = batch * tile.inner * hidden * tile.element_bytes / tile.owners / 1024
     ieee, at_once = tile.numbers == "ieee", max(1.0, warps / 4)
     products = tile.row_tiles * tile.chunks * 2 * batch_tiles
@@ -197,8 +197,5 @@ def describe(geometry: Geometry) -> str:
 
 
 def _in_registers(tile: Tile) -> str:
-    return (
-        "all"
-        if tile.register_tiles == tile.row_tiles
-        else (f"{tile.register_tiles} of {tile.row_tiles}")
-    )
+    whole = tile.row_tiles * tile.chunks
+    return "all" if tile.in_registers == whole else f"{tile.in_registers} of {whole}"

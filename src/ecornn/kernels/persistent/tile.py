@@ -59,6 +59,10 @@ class Tile:
     rounded: bool = True
     #: One of `POLLING`.
     polling: str = "first"
+    #: Chunks of the row of tiles after `register_tiles` that are in registers too.
+    register_chunks: int = 0
+    #: Whether weights are copied through the caches before they are loaded; see `weights.cuh`.
+    fetched: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -108,8 +112,8 @@ class Tile:
     @cached_property
     def shared_bytes(self) -> int:
         """As `memory.cuh` lays it out; the compiler checks that both reckon the same."""
-        weights = self.row_tiles - self.register_tiles
-        weight_bytes = weights * self.chunks * 2 * self.threads * 16
+        weights = self.row_tiles * self.chunks - self.in_registers
+        weight_bytes = weights * 2 * self.threads * 16
         row = self.k_warps * self.chunks * CHUNK_BYTES
         row += CHUNK_BYTES if row % 128 == 0 else 0
         vectors = 0 if self.grid else self.sequences * row
@@ -137,8 +141,13 @@ class Tile:
         return self.grid and self.kernel == "backward" and self.numbers == "tf32"
 
     @property
+    def in_registers(self) -> int:
+        """Of a warp's tiles, counted chunk by chunk."""
+        return self.register_tiles * self.chunks + self.register_chunks
+
+    @property
     def weight_registers(self) -> int:
-        return self.register_tiles * self.chunks * 8
+        return self.in_registers * 8
 
     @property
     def sums(self) -> int:
@@ -167,6 +176,7 @@ class Tile:
             "K_WARPS": self.k_warps,
             "ROW_TILES": self.row_tiles,
             "REGISTER_TILES": self.register_tiles,
+            "REGISTER_CHUNKS": self.register_chunks,
             "CHUNKS": self.chunks,
             "BATCH_TILES": self.batch_tiles,
             "GRID": int(self.grid),
@@ -179,6 +189,7 @@ class Tile:
             "RAGGED": int(self.ragged),
             "ROUNDED": int(self.rounded and self._exchanges_tf32_gradients),
             "POLLING": POLLING.index(self.polling),
+            "FETCHED": int(self.fetched),
             "SHARED_BYTES": self.shared_bytes,
         }
         return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))

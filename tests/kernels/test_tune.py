@@ -1,0 +1,100 @@
+"""What the tuner measures: tiles that hardly spill, and tiles near the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ecornn.kernels.jit import Variant
+from ecornn.kernels.jit.resources import Resources
+from ecornn.kernels.persistent import tune
+from ecornn.kernels.persistent.choose import Request, known_requests, measured, ranked
+from ecornn.kernels.persistent.model import explain, terms
+from ecornn.kernels.persistent.tile import Geometry, Tile
+from ecornn.kernels.persistent.tune import finalists
+from support.chips import HOPPER
+
+
+def _as_if_compiled(monkeypatch: pytest.MonkeyPatch, frame: Callable[[Variant], int]) -> None:
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(tune, "compiled", lambda variant: variant)
+    monkeypatch.setattr(tune, "resources", lambda variant: Resources(255, frame(variant)))
+
+
+@pytest.mark.parametrize(("frame_bytes", "measured_too"), [(0, True), (40, True), (200, False)])
+def test_tiles_that_hardly_spill_are_measured_too(
+    frame_bytes: int, measured_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Request("backward", "lstm", "tf32", 1024, 64)
+    more_under_way = ranked(ask, HOPPER)[0]
+    assert (more_under_way.tile.at_once, more_under_way.tile.abreast) == (4, 2)
+    monkeypatch.setattr(tune, "chip", lambda device: HOPPER)
+    spills = more_under_way.tile.variant("sm_90a")
+    _as_if_compiled(monkeypatch, lambda v: frame_bytes if v == spills else 0)
+    assert (more_under_way in finalists(ask, 0, 4)) is measured_too
+
+
+def _in_registers(variant: Variant) -> int:
+    found = dict(variant.constants)
+    return int(found["REGISTER_TILES"] * found["CHUNKS"] + found["REGISTER_CHUNKS"])
+
+
+def test_more_weights_in_registers_are_measured_as_far_as_they_hardly_spill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many as leave no frame, and as many as leave a small one."""
+    frames = {21: 0, 22: 24, 23: 56, 24: 88}
+    _as_if_compiled(monkeypatch, lambda v: frames.get(_in_registers(v), 0))
+    known = measured(Request("forward", "lstm", "tf32", 1024, 4))
+    assert known is not None
+    tile = known.tile
+    assert (tile.in_registers, tile.row_tiles * tile.chunks) == (16, 32)
+    found = tune.register_ways(known, "sm_90a")
+    assert [g.tile.in_registers for g in found] == [21, 23]
+    assert [(g.tile.register_tiles, g.tile.register_chunks) for g in found] == [(2, 5), (2, 7)]
+    for more in found:
+        assert more.covers(1024, 4)
+        spared = (more.tile.in_registers - 16) * 2 * tile.threads * 16
+        assert more.tile.shared_bytes == tile.shared_bytes - spared
+        assert (
+            terms(more, 1024)["weights in shared memory"]
+            < terms(known, 1024)["weights in shared memory"]
+        )
+        assert f"{more.tile.in_registers} of 32 in registers" in explain(more, 1024)
+    whole = replace(known, tile=replace(tile, register_tiles=4))
+    assert tune.register_ways(whole, "sm_90a") == []
+    own, *others = tune.near(known, "sm_90a")
+    assert own == known
+    assert [g.tile.fetched for g in others] == [False, False, True, True, True]
+
+
+def test_every_known_size_is_measured_again_beside_tiles_near_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _as_if_compiled(monkeypatch, lambda v: 0)
+    monkeypatch.setattr(tune, "_Problem", lambda ask, device: ask)
+
+    def took(ask: Request, geometry: Geometry, device: int) -> float | None:
+        if ask.hidden == 64:
+            return None  # its blocks do not run at once
+        return 2.0 - geometry.tile.fetched - geometry.tile.in_registers / 100
+
+    monkeypatch.setattr(tune, "measure", took)
+    found = list(tune.tuned_again(0))
+    asks = [ask for ask in known_requests() if ask.hidden != 64]
+    assert len(asks) == len(found) > 50
+    for ask, (entry_, before) in zip(asks, found, strict=True):
+        known = measured(ask)
+        assert known is not None
+        assert before == took(ask, known, 0)
+        tile = entry_["tile"]
+        assert tile["fetched"]
+        assert tile["register_tiles"] == tile["row_tiles"]
+        assert entry_["microseconds"] == round(before - 1 - _more(tile, known.tile) / 100, 3)
+
+
+def _more(tile: dict[str, Any], than: Tile) -> int:
+    return int(tile["register_tiles"] * tile["chunks"]) - than.in_registers
