@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from ecornn.bench.contenders import (
     EXCHANGE_FLOOR,
     KEEP_GATES,
     KEEP_STATES,
+    Contender,
     contenders_for,
     is_ours,
     is_replayed,
@@ -18,7 +21,7 @@ from ecornn.bench.problem import draw_problem, draw_values
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 USUAL = {"ecornn", "torch.nn", "ecornn+graph", "torch.nn+graph"}
-KEEP = {"ecornn keep=states", "ecornn keep=gates"}
+KEEP = {f"ecornn keep={keep}{graph}" for keep in ("states", "gates") for graph in ("", "+graph")}
 FLOOR = {"exchange floor+graph"}
 
 
@@ -68,6 +71,14 @@ def test_the_floor_is_replayed_and_not_ours() -> None:
     assert not is_ours(EXCHANGE_FLOOR.name)
     assert is_ours(KEEP_STATES.name)
     assert not is_replayed(KEEP_STATES.name)
+
+
+@pytest.mark.parametrize(("contender", "keep"), [(KEEP_STATES, "states"), (KEEP_GATES, "gates")])
+def test_those_that_are_replayed_keep_the_same(contender: Contender, keep: str) -> None:
+    every = contenders_for(Case("lstm", 1024, 16, 256, "bf16"), CUDA)
+    (replayed,) = (c for c in every if c.name == f"{contender.name}+graph")
+    assert replayed == replace(contender, name=replayed.name, graph=True)
+    assert replayed.options["keep"] == keep
 
 
 @pytest.mark.parametrize(("contender", "keep"), [(KEEP_STATES, "states"), (KEEP_GATES, "gates")])

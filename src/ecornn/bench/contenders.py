@@ -11,14 +11,14 @@ On CUDA each is also replayed from a CUDA graph: the same name with `+graph`. So
 more contenders there:
 
 - `ecornn keep=states`, `ecornn keep=gates`: the layer told what to keep for the backward pass.
-  Only called, as memory is counted of calls alone;
+  Memory is counted of those that are called;
 - `exchange floor+graph`: no layer, but its exchange of states from step to step and no more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,13 +74,13 @@ EXCHANGE_FLOOR = Contender("exchange floor" + GRAPH, None, FLOOR_FORM, graph=Tru
 
 
 def contenders_for(case: Case, device: torch.device) -> tuple[Contender, ...]:
-    called = MIXED_LENGTHS if case.lengths else PLAIN
+    called: tuple[Contender, ...] = MIXED_LENGTHS if case.lengths else PLAIN
     if device.type != "cuda":
         return called
+    called += (KEEP_STATES, KEEP_GATES) if case.matches(KEEP_CASES) else ()
     return (
         *called,
-        *(Contender(c.name + GRAPH, c.module, c.form, graph=True) for c in called),
-        *((KEEP_STATES, KEEP_GATES) if case.matches(KEEP_CASES) else ()),
+        *(replace(c, name=c.name + GRAPH, graph=True) for c in called),
         *((EXCHANGE_FLOOR,) if case.matches(FLOOR_CASES) else ()),
     )
 
