@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ecornn.backends.persistent_calls import matching_products
+from ecornn.backends.persistent_calls import Matched, matching_products
 from ecornn.kernels.persistent.device import numbers_of
 
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -94,3 +94,25 @@ def test_a_setting_comes_back_after_an_error() -> None:
         raise ZeroDivisionError
     assert matmul.fp32_precision == "tf32"
     assert numbers_of(torch.float32) == "tf32x3"
+
+
+@pytest.mark.parametrize(("rnn", "during"), [("tf32", "tf32"), ("ieee", "ieee"), ("none", "ieee")])
+def test_products_of_a_size_match_the_kernels_that_it_was_made_with(rnn: str, during: str) -> None:
+    """Whatever the setting is by then: what a layer kept goes backwards by its own kernels."""
+    by_newer(rnn, "none")
+    matched = Matched(torch.float32)
+    other = "ieee" if rnn == "tf32" else "tf32"
+    by_newer(other, other)
+    with matched():
+        assert matmul.fp32_precision == during
+    assert matmul.fp32_precision == other
+    with pytest.raises(ZeroDivisionError), matched():
+        raise ZeroDivisionError
+    assert matmul.fp32_precision == other
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_products_are_as_they_are(dtype: torch.dtype) -> None:
+    by_newer("tf32", "none")
+    with Matched(dtype)():
+        assert matmul.fp32_precision == "none"

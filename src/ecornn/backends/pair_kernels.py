@@ -4,14 +4,13 @@ memory is."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ecornn.backends.overlap import Op, cut
-from ecornn.backends.persistent_calls import matching_products
+from ecornn.backends.persistent_calls import Matched
 from ecornn.kernels.persistent.arguments import (
     BACKWARD,
     FORWARD,
@@ -78,7 +77,7 @@ class InputProduct:
     """The input's share of some steps' gates, into memory that is there; rows by rows."""
 
     def __init__(self, x: Tensor, rows: int, gates: int, inputs: int) -> None:
-        self._sizes, self._wide = (rows, gates, inputs), x.dtype == torch.float32
+        self._sizes, self._matching = (rows, gates, inputs), Matched(x.dtype)
         self._launch: Launcher | None = None
         if is_small_product(x.element_size(), rows, gates, inputs):
             numbers = numbers_of(x.dtype)
@@ -89,7 +88,7 @@ class InputProduct:
 
     def __call__(self, given: Tensor, w_ih: Tensor, found: Tensor) -> None:
         if self._launch is None:
-            with matching_products() if self._wide else nullcontext():
+            with self._matching():
                 torch.mm(given, w_ih.t(), out=found)
             return
         xs, w = given.data_ptr(), w_ih.data_ptr()

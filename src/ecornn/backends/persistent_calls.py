@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -231,19 +231,41 @@ def column_sums(rows: Tensor) -> Tensor:
     return torch.mm(ones, rows, out_dtype=torch.float32)
 
 
-@contextmanager
-def matching_products() -> Iterator[None]:
+_AS_THEY_ARE = nullcontext()
+
+
+class Matched:
+    """torch's products of one dtype in the precision of the kernels that this was made beside:
+    what went forwards by these goes backwards so, whatever torch's setting is by then."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        #: Whether products of float32 must be of TF32; None: of another dtype.
+        self._tf32 = numbers_of(dtype) == "tf32" if dtype == torch.float32 else None
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """As a rule they match anyway."""
+        if self._tf32 is None or (_products_precision() == "tf32") == self._tf32:
+            return _AS_THEY_ARE
+        return _products_in("tf32" if self._tf32 else "ieee")
+
+
+def matching_products() -> AbstractContextManager[None]:
     """torch's own float32 products in the precision of the kernels: cuDNN multiplies a layer's
     input as TF32 too where torch's setting for RNNs allows it. Beside three products of TF32 they
     are IEEE's: torch has nothing that is closer."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision  # "none" is IEEE too
-    wanted = "tf32" if numbers_of(torch.float32) == "tf32" else "ieee"
-    if (before == "tf32") == (wanted == "tf32"):
-        yield
-        return
-    matmul.fp32_precision = wanted
+    return Matched(torch.float32)()
+
+
+def _products_precision() -> str:
+    found: str = torch.backends.cuda.matmul.fp32_precision  # "none" is IEEE too
+    return found
+
+
+@contextmanager
+def _products_in(precision: str) -> Iterator[None]:
+    before = _products_precision()
+    torch.backends.cuda.matmul.fp32_precision = precision
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        torch.backends.cuda.matmul.fp32_precision = before

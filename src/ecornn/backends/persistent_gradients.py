@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from ecornn.backends.persistent_calls import column_sums, matching_products
+from ecornn.backends.persistent_calls import Matched, column_sums
 from ecornn.backends.zeros import is_zero_state
 from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.persistent.gradients import (
@@ -78,7 +77,7 @@ class GateGradients:
         self.at_once = AtOnce.serves(cell, x_TBI, hidden)
         self._at_once = AtOnce(cell, x_TBI, hidden) if self.at_once else None
         self._gru, self._hidden = cell == "gru", hidden
-        self._wide = x_TBI.dtype == torch.float32
+        self._matching = Matched(x_TBI.dtype)
         self._batch, self._inputs = x_TBI.shape[1:]
 
     def __call__(
@@ -94,7 +93,7 @@ class GateGradients:
         given = (d_gates, x, h0, weights, output)
         if self._at_once is not None:
             return self._at_once(*given, needs_input=needs_input)
-        with matching_products() if self._wide else nullcontext():
+        with self._matching():
             return self._products(*given, needs_input)
 
     def to_input(self, d_gates: Tensor) -> Tensor:

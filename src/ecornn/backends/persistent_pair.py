@@ -11,7 +11,6 @@ Shape suffixes: see `protocol`; S the two layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from ecornn.backends.pair_kernels import (
     backward_arguments,
     forward_arguments,
 )
-from ecornn.backends.persistent_calls import check_weights, is_readable, marked, matching_products
+from ecornn.backends.persistent_calls import Matched, check_weights, is_readable, marked
 from ecornn.backends.persistent_gradients import GateGradients
 from ecornn.backends.protocol import LayerCall
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
@@ -66,7 +65,8 @@ class PlainPair:
         backward: Pass | None,
     ) -> None:
         x, self.hidden = first.input_TBI, first.h0_DBR.shape[-1]
-        self.cell, self.device, self.dtype = first.cell, x.device.index, x.dtype
+        self.cell, self.device = first.cell, x.device.index
+        self._matching = Matched(x.dtype)
         self.steps, self.batch, self.inputs = x.shape
         self.rows, self.lstm, self.keep = self.steps * self.batch, first.cell == "lstm", first.keep
         self._shape = (self.steps, self.batch, self.hidden)
@@ -212,7 +212,7 @@ class PlainPair:
 
     def _to_first(self, d_gates: Tensor, w_ih: Tensor, found: Tensor) -> None:
         """The gradient of what the first layer gave the second, of some rows."""
-        with matching_products() if self.dtype == torch.float32 else nullcontext():
+        with self._matching():
             torch.mm(self._gradients[1].to_input(d_gates), w_ih, out=found)
 
     def _follow(

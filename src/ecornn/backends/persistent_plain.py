@@ -12,7 +12,6 @@ Shape suffixes: see `protocol`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,12 +20,12 @@ from torch import Tensor
 from ecornn.backends.persistent_backward import recomputed_in
 from ecornn.backends.persistent_calls import (
     Launch,
+    Matched,
     Piece,
     check_weights,
     is_readable,
     launches,
     marked,
-    matching_products,
     padded,
     through_l2,
 )
@@ -50,8 +49,6 @@ from ecornn.kernels.persistent.shares import (
     share_launcher,
 )
 from ecornn.spec import GATES
-
-_AS_THEY_ARE = nullcontext()
 
 
 class PlainResult(NamedTuple):
@@ -94,8 +91,7 @@ class PlainLayer:
         self._share_launch: Launcher | None = None
         numbers = numbers_of(x.dtype)
         assert numbers is not None
-        #: Whether torch's products of float32 must be of TF32 to match the kernels'; None: others.
-        self._tf32 = numbers == "tf32" if x.dtype == torch.float32 else None
+        self._matching = Matched(x.dtype)
         if is_small_product(x.element_size(), *self._shares_shape, self.inputs):
             self._share_launch = share_launcher(numbers, self.device)
         #: Whether `backward` serves; if not, the general one does.
@@ -221,13 +217,6 @@ class PlainLayer:
         some = gates if gates.shape[0] == count else gates[:count]
         with self._matching():
             torch.mm(rows, w_ih.t(), out=some)
-
-    def _matching(self) -> AbstractContextManager[None]:
-        """For torch's products; as a rule they match anyway."""
-        if self._tf32 is None:
-            return _AS_THEY_ARE
-        now = torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return _AS_THEY_ARE if now == self._tf32 else matching_products()
 
     def _shares(self, x: Tensor, w_ih: Tensor) -> Tensor:
         """The input's share of all gates."""
