@@ -1,8 +1,9 @@
 """Both passes of a graph, compiled by inductor ahead of its first call, for one aim after another.
 
 torch compiles a backward pass when it first runs, and only then knows whether its graph is kept for
-another one, which changes the code. So nothing that is compiled here runs: what is chosen is
-compiled once more when it is called, and inductor finds its code in its cache.
+another one, which changes the code. So nothing that is compiled here runs, or has kernels
+(`without_kernels.py`): what is chosen is compiled once more when it is called, and inductor finds
+its code in its cache.
 """
 
 from __future__ import annotations
@@ -122,7 +123,19 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     found = fx.GraphModule(module, graph)
     found.meta = dict(module.meta)
+    _say_where_inputs_are_from(found, module)
     return found
+
+
+def _say_where_inputs_are_from(ours: Any, theirs: Any) -> None:
+    """By that torch tells weights from other inputs. Of a copy without it torch's min-cut was
+    another one, and what was chosen was planned and generated anew when it was called."""
+    if not hasattr(theirs, "_param_name_to_source"):
+        return
+    ours._param_name_to_source = theirs._param_name_to_source
+    inputs = (one.graph.find_nodes(op="placeholder") for one in (ours, theirs))
+    for its, given in zip(*inputs, strict=True):
+        its._dynamo_source = given._dynamo_source
 
 
 def _key(decision: Decision) -> Any:

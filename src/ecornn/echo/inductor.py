@@ -4,6 +4,7 @@ imported when inductor is used."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ecornn.echo.recorded import Recorded
 from ecornn.echo.replay import Code, Replay
 from ecornn.echo.report import Foretold, GraphReport
 from ecornn.echo.rewrite import Modules
+from ecornn.echo.without_kernels import without_kernels
 from ecornn.errors import InvalidInput
 
 
@@ -66,7 +68,8 @@ class Watched:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         if settings.get("is_backward"):
             self._before_backward(module)
-        compiled = _compiled(module, inputs, settings)
+        with without_kernels(module) if self.told.ahead else nullcontext():
+            compiled = _compiled(module, inputs, settings)
         try:
             code = _code_of(compiled)
             if settings.get("is_backward"):
