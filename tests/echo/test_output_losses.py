@@ -146,6 +146,18 @@ def test_served(loss: Callable[..., Tensor], memory: str) -> None:
     assert SAID in str(run.explain())
 
 
+def test_torch_still_tells_weights_from_other_inputs() -> None:
+    """The graph is a copy: of one that does not say where its inputs are from, torch would take
+    weights for inputs that may be others at every call."""
+    model = Model(flat)
+    run = ecornn.compile(model, codegen="inductor")
+    gradients(model, run, *drawn())
+    (told,) = run.explain().graphs
+    assert told.output_losses
+    assert told.foretold is not None
+    assert told.foretold.gradients == sum(w.nbytes for w in model.parameters())
+
+
 @pytest.mark.parametrize("loss", LEFT)
 def test_left_as_they_are(loss: Callable[..., Any]) -> None:
     model = Model(loss)

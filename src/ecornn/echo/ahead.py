@@ -23,6 +23,7 @@ from ecornn.echo.options import Memory
 from ecornn.echo.pipeline import Decision
 from ecornn.echo.recorded import Recorded
 from ecornn.echo.report import GraphReport, of_operators
+from ecornn.echo.traced import copied
 
 
 class _NoNeed(Exception):
@@ -115,27 +116,6 @@ class Ahead:
         with own, ahead, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it will be warned of when the graph is compiled
             self._generate(copied(self.module), self.inputs, partition)
-
-
-def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph as torch.compile has traced it: inductor changes the one it is given."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    found = fx.GraphModule(module, graph)
-    found.meta = dict(module.meta)
-    _say_where_inputs_are_from(found, module)
-    return found
-
-
-def _say_where_inputs_are_from(ours: Any, theirs: Any) -> None:
-    """By that torch tells weights from other inputs. Of a copy without it torch's min-cut was
-    another one, and what was chosen was planned and generated anew when it was called."""
-    if not hasattr(theirs, "_param_name_to_source"):
-        return
-    ours._param_name_to_source = theirs._param_name_to_source
-    inputs = (one.graph.find_nodes(op="placeholder") for one in (ours, theirs))
-    for its, given in zip(*inputs, strict=True):
-        its._dynamo_source = given._dynamo_source
 
 
 def _key(decision: Decision) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from ecornn.echo.graph import NotUnderstood, number_of_the_call
+from ecornn.echo.traced import copied
 from ecornn.ops.linear_cross_entropy import (
     REDUCTIONS,
     linear_cross_entropy,
@@ -90,10 +91,7 @@ def with_output_losses(module: fx.GraphModule) -> tuple[fx.GraphModule, list[str
     transformed = any("increment_nesting" in str(node.target) for node in module.graph.nodes)
     if transformed or not any(True for _ in _outputs(module)):
         return module, []  # transforms of torch.func do not take the operator
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    changed = fx.GraphModule(module, graph)
-    changed.meta = dict(module.meta)
+    changed = copied(module)
     said = []
     for output in list(_outputs(changed)):
         said.append(output.told())
