@@ -106,7 +106,7 @@ def test_a_tile_knows_whether_the_inner_dimension_ends_inside_it(kernel: str, hi
     assert found
     for tile in found:
         lanes = product(range(tile.owners), range(tile.k_warps), range(tile.chunks), range(4))
-        # as `k_of` in multiply.cuh
+        # as `k_of` in weights.cuh
         ends = [
             ((rank * tile.k_warps + warp) * tile.chunks + c) * 4 * tile.vector
             + (q + 1) * tile.vector
