@@ -52,6 +52,7 @@ struct Warp {
   unsigned value[2][32];
   bool vote[32];
   std::mutex fetching;
+  std::atomic<bool> fetches{false};
   std::map<uintptr_t, bool> fetched;  // 16 bytes of weights that were copied ahead: if yet to load
 };
 struct Cluster {
@@ -109,17 +110,19 @@ static inline T __ldg(const T* place) {
 // all that it loads, and loads all that it copies.
 static inline void fetch_weights(void* to, const void* from) {
   std::memcpy(to, from, 16);
+  warp_here->fetches = true;
   const std::lock_guard<std::mutex> held(warp_here->fetching);
   warp_here->fetched[uintptr_t(from) / 16] = true;
   warp_here->fetched.try_emplace(uintptr_t(from) / 16 + 1, false);
 }
 template <class T>
 static inline T load_weights_from(const T* place) {
+  if (!warp_here->fetches) return *place;
   const std::lock_guard<std::mutex> held(warp_here->fetching);
   const auto found = warp_here->fetched.find(uintptr_t(place) / 16);
   if (found != warp_here->fetched.end())
     found->second = false;
-  else if (!warp_here->fetched.empty())
+  else
     ++outside;
   return *place;
 }
