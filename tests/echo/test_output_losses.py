@@ -137,8 +137,10 @@ def assert_trains_as(model: nn.Module, run: Callable[..., Any], *given: Tensor) 
         assert_matches(mine, theirs, tolerance(torch.float32, order=1))
 
 
-@pytest.mark.parametrize("loss", SERVED)
-@pytest.mark.parametrize("memory", ["auto", "min"])
+@pytest.mark.parametrize(
+    ("loss", "memory"),
+    [*((loss, "auto") for loss in SERVED), *((loss, "min") for loss in (flat, widened))],
+)
 def test_served(loss: Callable[..., Tensor], memory: str) -> None:
     model = Model(loss)
     run = ecornn.compile(model, memory=memory, codegen="inductor")
@@ -160,6 +162,21 @@ def test_torch_still_tells_weights_from_other_inputs() -> None:
 
 @pytest.mark.parametrize("loss", LEFT)
 def test_left_as_they_are(loss: Callable[..., Any]) -> None:
+    met: list[str | None] = []
+
+    def looked_at(module: torch.fx.GraphModule, _: Any) -> Any:
+        same, said = output_losses.with_output_losses(module)
+        assert same is module
+        met.extend(said or [None])
+        return module.forward
+
+    torch.compile(Model(loss), backend=looked_at)(*drawn())
+    assert met
+    assert not any(met)
+
+
+@pytest.mark.parametrize("loss", [other_rows, written_to])
+def test_what_is_left_trains_as_ever(loss: Callable[..., Any]) -> None:
     model = Model(loss)
     run = ecornn.compile(model, codegen="inductor")
     assert_trains_as(model, run, *drawn())
