@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +44,10 @@ def test_without_a_size_it_asks_for_one() -> None:
     assert "--hidden must be a multiple of 8" in result.output
 
 
-def test_known_sizes_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_known_sizes_are_measured_again(
+    interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And remembered, in the place of what this machine knew of them."""
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(device, "unavailable", lambda: None)
@@ -51,10 +56,16 @@ def test_known_sizes_are_measured_again(tmp_path: Path, monkeypatch: pytest.Monk
     known = measured(ask)
     assert known is not None
     quicker = replace(known, tile=replace(known.tile, fetched=True))
-    monkeypatch.setattr(tune, "tuned_again", lambda _: iter([(entry(ask, quicker, 0.5), 0.75)]))
+
+    def measures(_: int) -> Iterator[tuple[dict[str, Any], float]]:
+        yield entry(ask, quicker, 0.5), 0.75
+        if interrupted:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tuned_again", measures)
     try:
         result = CliRunner().invoke(app, ["tune", "--again"])
-        assert result.exit_code == 0
+        assert (result.exit_code != 0) is interrupted
         assert "forward lstm bf16 512 × 4: 0.750 µs a step, now 0.500" in result.output
         assert measured(ask) == quicker
     finally:

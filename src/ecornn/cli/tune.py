@@ -70,13 +70,16 @@ def _tune_again(console: Console) -> None:
     from ecornn.kernels.persistent.choose import known_requests, remember
 
     entries = []
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("compiling, then measuring", total=len(known_requests()))
-        for entry, before in tune.tuned_again(0):
-            entries.append(entry)
-            ask, now = entry["request"], entry["microseconds"]
-            size = " ".join(str(ask[name]) for name in ("kernel", "cell", "numbers"))
-            size += f" {ask['hidden']} × {ask['batch']}" + " × 2" * (ask["directions"] - 1)
-            progress.console.print(f"{size}: {before:.3f} µs a step, now {now:.3f}")
-            progress.advance(bar)
-    console.print(f"remembered in {remember(entries)}")
+    try:
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("compiling, then measuring", total=len(known_requests()))
+            for entry, before in tune.tuned_again(0):
+                entries.append(entry)
+                ask, now = entry["request"], entry["microseconds"]
+                size = " ".join(str(ask[name]) for name in ("kernel", "cell", "numbers"))
+                size += f" {ask['hidden']} × {ask['batch']}" + " × 2" * (ask["directions"] - 1)
+                progress.console.print(f"{size}: {before:.3f} µs a step, now {now:.3f}")
+                progress.advance(bar)
+    finally:  # what was measured outlives an interruption
+        if entries:
+            console.print(f"remembered in {remember(entries)}")
