@@ -75,9 +75,8 @@ LIMITS = (
         "sequences, 1 MiB a step in float32, are read by each of the blocks' groups anew (32 MiB a "
         "step, at half of what L2 gives), forwards a quarter of that. Tried: the batch split over "
         "more groups, weights in shared memory read once for several tiles of sequences (decision "
-        "0023), clusters that share what they read; from a graph the target is met. Since this was "
-        "measured: rounding once, and twice the vectors under way, a quarter less time a step in "
-        "launches of the backward kernel alone (decision 0034)",
+        "0023), clusters that share what they read, rounding once and twice the vectors under way "
+        "(decision 0034); from a graph the target is met",
         {"hidden": (1024,), "batch": (64,), "dtype": ("fp32",)},
     ),
     Limit(
