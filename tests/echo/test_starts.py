@@ -21,7 +21,10 @@ from ecornn.echo.counted import Places, counted
 from ecornn.echo.starts import Starts
 from support.called_often import gradients, same
 
-B, H = 3, 5
+# On CPUs torch computes a sigmoid by the vector where two vectors or more lie in a row (8 numbers
+# of float64 with AVX2), else one by one, which rounds otherwise; rows are longer where a graph has
+# copies in order and eager mode writes into chunks. So there are less than 8 in all.
+B, H = 2, 3
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -354,7 +354,14 @@ def test_autocast_equals_torch(name: str) -> None:
     ours, theirs = pair(name, I, H)
     x = torch.randn(*((T, B, I) if name in LAYERS else (B, I)), requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_identical(measure(ours, x), measure(theirs, x))
+        found = measure(ours, x)
+        try:
+            expected = measure(theirs, x)
+        except RuntimeError:  # oneDNN has half-precision kernels on some processors only
+            if name != "LSTM":
+                raise
+            pytest.skip("torch's LSTM has no bfloat16 on this processor; ours is compared above")
+    assert_identical(found, expected)
 
 
 @over_layers

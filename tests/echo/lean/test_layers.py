@@ -60,7 +60,7 @@ def test_the_same_bits(case: str, packed: bool) -> None:
 
 
 def test_autocast_is_that_of_the_call() -> None:
-    layer, x = nn.LSTM(4, 6), torch.randn(5, 3, 4)
+    layer, x = nn.RNN(4, 6), torch.randn(5, 3, 4)  # torch's LSTM has bfloat16 on some CPUs only
     replaced = Replaced()
     found = trained(layer, x, replaced, autocast=True)
     assert all(map(torch.equal, found, trained(layer, x, None, autocast=True)))
