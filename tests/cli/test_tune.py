@@ -55,7 +55,7 @@ def test_known_sizes_are_measured_again(
     ask = Request("forward", "lstm", "bf16", 512, 4)
     known = measured(ask)
     assert known is not None
-    quicker = replace(known, tile=replace(known.tile, fetched=True))
+    quicker = replace(known, tile=replace(known.tile, polling="all delayed"))
 
     def measures(_: int) -> Iterator[tuple[dict[str, Any], float]]:
         yield entry(ask, quicker, 0.5), 0.75

@@ -1,5 +1,5 @@
-"""Tiles near those that were measured: the same weights, loaded in another way or kept elsewhere,
-are multiplied in the same order, so that every result is the same to the last bit."""
+"""Tiles near those that were measured: the same weights, kept elsewhere, are multiplied in the same
+order, so that every result is the same to the last bit."""
 
 from __future__ import annotations
 
@@ -16,28 +16,13 @@ from ecornn.kernels.persistent.choose import Request, candidates
 from ecornn.kernels.persistent.tile import Geometry
 from ecornn.kernels.persistent.tune import register_ways
 from support.persistent_calls import arriving, assert_like_the_definition, make_call, run
-from support.tolerances import ONE_STEP
 
 pytestmark = pytest.mark.gpu
-
-#: TF32 has half precision's eleven bits.
-TF32_BOUND = ONE_STEP[torch.float16]
-
-
-def fetched(geometry: Geometry) -> Geometry:
-    return replace(geometry, tile=replace(geometry.tile, fetched=True))
 
 
 def most_in_registers(geometry: Geometry) -> Geometry:
     ways = register_ways(geometry, "sm_90a")
     return ways[-1] if ways else geometry
-
-
-CHANGES = {
-    "fetched": fetched,
-    "in registers": most_in_registers,
-    "both": lambda geometry: fetched(most_in_registers(geometry)),
-}
 
 
 def changed(change: Callable[[Geometry], Geometry], monkeypatch: pytest.MonkeyPatch) -> set[bool]:
@@ -66,7 +51,6 @@ def every_result(result: LayerResult, grads: CallGrads) -> list[torch.Tensor]:
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
     reason="tiles were measured for compute capability 9.0",
 )
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("dtype", "hidden", "batch"),
     [
@@ -79,30 +63,16 @@ def every_result(result: LayerResult, grads: CallGrads) -> list[torch.Tensor]:
     ids=str,
 )
 def test_results_are_the_same_to_the_bit(
-    dtype: torch.dtype, hidden: int, batch: int, change: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, hidden: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = make_call("lstm", dtype, hidden, batch, 12, inputs=hidden)
     grads = arriving(call)
     want = every_result(*run("persistent", call, grads))
-    others = changed(CHANGES[change], monkeypatch)
+    others = changed(most_in_registers, monkeypatch)
     found = every_result(*run("persistent", call, grads))
     assert True in others, "no tile was another one"
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     device.failure_flag().check()
-
-
-@pytest.mark.parametrize(("hidden", "batch"), [(64, 1), (101, 3), (256, 5), (520, 9), (1000, 4)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
-def test_fetched_weights_in_every_regime(
-    cell: str, dtype: torch.dtype, hidden: int, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One block, a cluster and the chip; sizes whose rows cannot be copied, and such as end inside
-    a tile."""
-    others = changed(fetched, monkeypatch)
-    bound = TF32_BOUND if device.numbers_of(dtype) == "tf32" else None
-    assert_like_the_definition(make_call(cell, dtype, hidden, batch, 9), bound)
-    assert others == {True}
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

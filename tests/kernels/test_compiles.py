@@ -77,13 +77,13 @@ def test_sizes_that_end_inside_a_tile_compile_for(
 def test_every_way_to_wait_compiles_for(
     arch: str, polling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the kernels by turns, with the other ways that a tile can have: to load weights, to round,
-    and to have them in registers up to the middle of a row of tiles."""
+    """In the kernels by turns, with the other ways that a tile can have: to round, and to have
+    weights in registers up to the middle of a row of tiles."""
     kernel = KERNELS[(list(CHIPS).index(arch) + POLLING.index(polling)) % 2]
     found = ranked(Request(kernel, "lstm", "tf32", 384, 5), CHIPS[arch])
     tile = next(g.tile for g in found if g.tile.grid and g.tile.chunks > 1)
     rows, chunks = divmod(tile.in_registers - 1, tile.chunks)
-    tile = replace(tile, polling=polling, rounded=False, fetched=True)
+    tile = replace(tile, polling=polling, rounded=False)
     tile = replace(tile, register_tiles=rows, register_chunks=chunks, partial_buffers=1)
     assert tile.shared_bytes <= CHIPS[arch].shared_bytes
     code = build_for(tile.variant(arch), False, monkeypatch)

@@ -83,17 +83,9 @@ CASES = (
     Case("lstm", FP32, 128, 5, numbers="tf32", buffers=1),
     # gates' gradients that every reader rounds
     Case("gru", FP32, 64, 9, numbers="tf32", rounded=False),
-    # weights copied through the caches before: every regime, units that end inside a tile, an inner
-    # dimension that ends inside a chunk, and one whose rows cannot be copied
-    Case("lstm", BF16, 24, 17, fetched=True),
-    Case("gru", FP32, 60, 3, fetched=True, numbers="tf32", directions=2),
-    Case("gru", BF16, 40, 3, "L2 and clusters", fetched=True),
-    Case("rnn_tanh", BF16, 88, 2, "cluster", fetched=True, features=True),
-    Case("lstm", FP32, 40, 3, "one block", width=2, fetched=True),
-    Case("rnn_relu", BF16, 33, 3, "one block", fetched=True),
     # weights partly in shared memory, from the middle of a row of tiles on
     Case("lstm", BF16, 128, 5, in_registers=1),
-    Case("gru", FP32, 64, 9, in_registers=3, fetched=True, numbers="tf32"),
+    Case("gru", FP32, 64, 9, in_registers=3, numbers="tf32"),
     # every way to wait, of several pieces: sizes that end inside a tile, tiles abreast
     Case("lstm", BF16, 24, 17, polling="all"),
     Case("lstm", BF16, 24, 17, polling="all delayed"),

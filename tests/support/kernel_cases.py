@@ -49,7 +49,6 @@ class Case(NamedTuple):
     #: As in `Tile`.
     polling: str = "first"
     rounded: bool = True
-    fetched: bool = False
     #: Of a warp's tiles, counted chunk by chunk, in registers; all that fit if None.
     in_registers: int | None = None
 
@@ -61,7 +60,6 @@ class Case(NamedTuple):
         more += [f"{self.width} repeated"] if self.width < 8 else []
         more += [self.polling] if self.polling != "first" else []
         more += [] if self.rounded else ["rounded by readers"]
-        more += ["fetched"] if self.fetched else []
         more += [] if self.in_registers is None else [f"{self.in_registers} in registers"]
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
@@ -96,7 +94,6 @@ class Case(NamedTuple):
             partial_buffers=self.buffers,
             polling=self.polling,
             rounded=self.rounded,
-            fetched=self.fetched,
         )
         if self.in_registers is not None:
             assert self.in_registers < tile.row_tiles * tile.chunks, tile

@@ -58,11 +58,9 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
     ],
     "memory.cuh": [
         ("extern __shared__", ";", ""),
-        ('asm volatile("cp.async.ca', '"memory");', "fetch_weights(to, from);"),
         ('asm volatile("cp.async.commit', '"memory");', ""),
         ('asm volatile("cp.async.wait', '"memory");', ""),
     ],
-    "weights.cuh": [("__ldg(", "(", "load_weights_from(")] * 3,
     "multiply.cuh": [('asm("" : "+l"', ";", "")],
     "sequence.cuh": [('asm("" : "+r"', ";", "")],
     "stream.cuh": [

@@ -15,7 +15,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -51,9 +50,6 @@ struct Warp {
   unsigned a[32][4], b[32][2];
   unsigned value[2][32];
   bool vote[32];
-  std::mutex fetching;
-  std::atomic<bool> fetches{false};
-  std::map<uintptr_t, bool> fetched;  // 16 bytes of weights that were copied ahead: if yet to load
 };
 struct Cluster {
   std::unique_ptr<std::barrier<>> meeting;
@@ -104,26 +100,6 @@ static inline float __shfl_xor_sync(unsigned all, float mine, int mask) {
 }
 template <class T>
 static inline T __ldg(const T* place) {
-  return *place;
-}
-// What is copied ahead comes with the 16 bytes that follow. A warp that copies any weights copies
-// all that it loads, and loads all that it copies.
-static inline void fetch_weights(void* to, const void* from) {
-  std::memcpy(to, from, 16);
-  warp_here->fetches = true;
-  const std::lock_guard<std::mutex> held(warp_here->fetching);
-  warp_here->fetched[uintptr_t(from) / 16] = true;
-  warp_here->fetched.try_emplace(uintptr_t(from) / 16 + 1, false);
-}
-template <class T>
-static inline T load_weights_from(const T* place) {
-  if (!warp_here->fetches) return *place;
-  const std::lock_guard<std::mutex> held(warp_here->fetching);
-  const auto found = warp_here->fetched.find(uintptr_t(place) / 16);
-  if (found != warp_here->fetched.end())
-    found->second = false;
-  else
-    ++outside;
   return *place;
 }
 // So fast that what a kernel waits at most, 2^32 cycles, are some seconds.
@@ -289,10 +265,6 @@ static int launch(void (*kernel)(const Arguments), const Arguments* arguments, D
     running.push_back(made);
   }
   for (pthread_t thread : running) pthread_join(thread, nullptr);
-  for (auto& block : blocks) {
-    munmap(block->shared, shared_bytes);
-    for (auto& warp : block->warps)
-      for (const auto& [place, wanted] : warp->fetched) outside += wanted;
-  }
+  for (auto& block : blocks) munmap(block->shared, shared_bytes);
   return outside;
 }

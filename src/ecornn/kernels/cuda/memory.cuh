@@ -27,11 +27,6 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 }
 
 // ---- copies from memory to shared memory, under way while others are
-// 16 bytes, at a multiple of 16.
-__device__ __forceinline__ void copy_through_l1(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
-}
 // What this thread has copied since it last said so goes together.
 __device__ __forceinline__ void end_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

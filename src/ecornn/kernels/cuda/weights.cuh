@@ -63,43 +63,6 @@ struct Weights : Memory {
   }
 #endif
 
-  // ---- fetching them. A warp waits for a chunk of a tile before it loads the next, all the way to
-  // memory: registers have no room for more (several at once were tried, and the steps became a few
-  // per cent longer, by other registers). So all are copied before, by all lanes at once: L2 has
-  // them then, and L1 as many as it has room for. Nobody reads the copies, which fall into memory
-  // that is not in use yet.
-  static constexpr int TILE_CHUNKS = ROW_TILES * CHUNKS;
-  static constexpr int SECTOR = 32 / int(sizeof(Element));  // elements that a cache has together
-  static constexpr int UNUSED = (SHARED_BYTES - WEIGHT_BYTES) / 16;
-
-  // This lane's sector of a tile's chunk, which is one for each lane; null if nobody loads it.
-  __device__ __forceinline__ const Element* sector_of(const Element* matrix, int i) const {
-    const int tile = (row_warp * ROW_TILES + i / CHUNKS) * 16, chunk = chunk_at(i % CHUNKS);
-#if BACKWARD
-    constexpr int ACROSS = 16 / SECTOR;  // sectors of an inner position
-    const Row row = row_at(tile + lane % ACROSS * SECTOR);
-    const Inner at = inner_at(chunk + lane / ACROSS);
-    const bool there = at.there && at.unit < hidden && has_row(row);
-    return there ? matrix + (at.column + first_unit() + row.unit) : nullptr;
-#else
-    const Row row = row_at(tile + lane / 2);
-    const int k = chunk + lane % 2 * SECTOR, unit = first_unit() + row.unit;
-    const bool there = has_row(row) && k < hidden;
-    return there ? matrix + (size_t(row.part) * hidden + unit) * hidden + k : nullptr;
-#endif
-  }
-  __device__ __forceinline__ void fetch(const Element* matrix) const {
-    if (!FETCHED) return;
-    if (hidden % VEC == 0)
-#pragma unroll 1
-      for (int i = 0; i < TILE_CHUNKS; ++i)
-        if (const Element* const sector = sector_of(matrix, i))
-          copy_through_l1(shared + WEIGHT_BYTES + threadIdx.x % UNUSED * 16, sector);
-    end_copies();
-    await_copies<0>();
-    __syncthreads();  // before anybody uses the memory that they fell into
-  }
-
   // ---- loading
 #if BACKWARD
   // VEC elements of W in a row, from inner position k on, zero beyond the end.
@@ -118,7 +81,6 @@ struct Weights : Memory {
   }
 
   __device__ __forceinline__ void load_weights(const Element* matrix) {
-    fetch(matrix);
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -160,7 +122,6 @@ struct Weights : Memory {
     // the compiler from loading all of them at once, for which there are no registers.
     constexpr int MOST = IN_REGISTERS >= 16 ? 2 : 4;
     constexpr int FLYING = CHUNKS < MOST ? CHUNKS : MOST;
-    fetch(matrix);
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll

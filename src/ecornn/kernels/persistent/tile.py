@@ -61,8 +61,6 @@ class Tile:
     polling: str = "first"
     #: Chunks of the row of tiles after `register_tiles` that are in registers too.
     register_chunks: int = 0
-    #: Whether weights are copied through the caches before they are loaded; see `weights.cuh`.
-    fetched: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -189,7 +187,6 @@ class Tile:
             "RAGGED": int(self.ragged),
             "ROUNDED": int(self.rounded and self._exchanges_tf32_gradients),
             "POLLING": POLLING.index(self.polling),
-            "FETCHED": int(self.fetched),
             "SHARED_BYTES": self.shared_bytes,
         }
         return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))

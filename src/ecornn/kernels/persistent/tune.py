@@ -69,11 +69,8 @@ def register_ways(geometry: Geometry, arch: str) -> list[Geometry]:
 
 
 def near(geometry: Geometry, arch: str) -> list[Geometry]:
-    """Itself first; the same with more of its weights in registers; and each of these with the
-    other way to load weights."""
-    own = [geometry, *register_ways(geometry, arch)]
-    others = (replace(g, tile=replace(g.tile, fetched=not g.tile.fetched)) for g in own)
-    return [*own, *others]
+    """Itself first; the same with more of its weights in registers."""
+    return [geometry, *register_ways(geometry, arch)]
 
 
 class _Problem:
