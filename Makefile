@@ -4,6 +4,7 @@
 #   make demo    train a small character model on the CPU and show what it learned
 #   make test    style, types, import order and the tests
 #   make coverage  the tests again, traced: at least nine lines of ten are reached
+#   make compilations  tests/kernels/compiled.txt anew, after a change of kernels
 #   make lint    the first three of these
 #   make wheel   dist/ecornn-VERSION-py3-none-any.whl
 #   make clean   remove what the tools left behind; `make distclean` removes .venv as well
@@ -18,7 +19,7 @@ PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: test coverage demo lint wheel clean distclean FORCE
+.PHONY: test coverage compilations demo lint wheel clean distclean FORCE
 
 # The steps decide, and the seed makes them repeatable; the time limit is for slow machines.
 demo: $(VENV)/.runtime
@@ -33,6 +34,12 @@ test: lint
 # Apart from the tests: tracing takes minutes, which the suite's limit of fifteen does not have.
 coverage: $(VENV)/.dev
 	@$(TESTS) --cov --cov-report=
+
+# What the compiler says of every kernel; for when their sources, their tiles or the compiler change.
+compilations: $(VENV)/.dev
+	@rm -f tests/kernels/compiled-by-*.txt
+	@$(TESTS) --record-compilations tests/kernels/test_spills.py tests/kernels/test_compiles.py
+	@for file in tests/kernels/compiled-by-*.txt; do LC_ALL=C sort -u -o $$file $$file; done
 
 lint: $(VENV)/.dev
 	@$(BIN)/python -m ruff check --quiet

@@ -12,8 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from support.compilations import Recording
 
-def pytest_configure() -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-compilations",
+        action="store_true",
+        help="compile all kernels and write down what the compiler says of them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    Recording.on = config.getoption("--record-compilations")
     # torch's compiler makes objects by the million, few of them in circles: after every 700, as
     # Python has it, a search for these took a seventh of the time of tests that compile
     gc.set_threshold(20_000, 10, 10)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
 
-from ecornn.kernels.jit import Variant, build
-from ecornn.kernels.jit.resources import resources
 from ecornn.kernels.losses import CrossEntropyTile
 from ecornn.kernels.persistent.choose import Request, ranked
 from ecornn.kernels.persistent.gradients import SPLIT, GradientTile
@@ -17,27 +14,7 @@ from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, POLLING, round_up
 from ecornn.kernels.row_losses import READ_AS, RowLossTile
 from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
-
-
-def its_turn(arch: str, turn: int) -> bool:
-    """One of four, another for each architecture."""
-    return (turn + list(CHIPS).index(arch)) % 4 == 0
-
-
-def optimizes(arch: str, turn: int) -> bool:
-    """For the architecture that is tuned, and for the others in their turn."""
-    return arch == "sm_90a" or its_turn(arch, turn)
-
-
-def build_for(variant: Variant, optimized: bool, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """Else without most optimizations, in less than half of the time: the language, the checks at
-    compile time and the assembler are the same."""
-    if not optimized:
-        import cuda.core as cuda_core
-
-        quick = partial(cuda_core.ProgramOptions, ofast_compile="mid")
-        monkeypatch.setattr(cuda_core, "ProgramOptions", quick)
-    return build(variant)
+from support.compilations import said_of
 
 
 @needs_compiler
@@ -45,38 +22,29 @@ def build_for(variant: Variant, optimized: bool, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_compiles_for(
-    arch: str, cell: str, numbers: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiles_for(arch: str, cell: str, numbers: str, kernel: str) -> None:
     # one block alone for some, all blocks for others, with and without lengths and resets
     place = CELLS.index(cell) + NUMBERS.index(numbers)
     large = place % 2
     ask = Request(kernel, cell, numbers, 384 if large else 40, 5, features=bool(large))
     tile = ranked(ask, CHIPS[arch])[0].tile
-    # not all for sm_90a: those that were tuned are optimized for it below
-    optimized = its_turn(arch, place + KERNELS.index(kernel))
-    code = build_for(tile.variant(arch), optimized, monkeypatch)
-    assert kernel.encode() in code
-    assert resources(code).registers * tile.threads <= 65536  # or it could not be launched
+    used = said_of(tile.variant(arch))
+    assert used.registers * tile.threads <= 65536  # or it could not be launched
 
 
 @needs_compiler
 @pytest.mark.parametrize(("arch", "kernel"), list(zip(CHIPS, KERNELS * len(CHIPS), strict=False)))
-def test_sizes_that_end_inside_a_tile_compile_for(
-    arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_end_inside_a_tile_compile_for(arch: str, kernel: str) -> None:
     found = ranked(Request(kernel, "lstm", "bf16", 1000, 5), CHIPS[arch])
     tile = next(g.tile for g in found if g.tile.ragged)
-    code = build_for(tile.variant(arch), optimizes(arch, 0), monkeypatch)
-    assert kernel.encode() in code
+    used = said_of(tile.variant(arch))
+    assert used.registers * tile.threads <= 65536
 
 
 @needs_compiler
 @pytest.mark.parametrize("arch", CHIPS)
 @pytest.mark.parametrize("polling", POLLING[1:])
-def test_every_way_to_wait_compiles_for(
-    arch: str, polling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_to_wait_compiles_for(arch: str, polling: str) -> None:
     """In the kernels by turns, with the other ways that a tile can have: to round, and to have
     weights in registers up to the middle of a row of tiles."""
     kernel = KERNELS[(list(CHIPS).index(arch) + POLLING.index(polling)) % 2]
@@ -86,8 +54,8 @@ def test_every_way_to_wait_compiles_for(
     tile = replace(tile, polling=polling, rounded=False)
     tile = replace(tile, register_tiles=rows, register_chunks=chunks, partial_buffers=1)
     assert tile.shared_bytes <= CHIPS[arch].shared_bytes
-    code = build_for(tile.variant(arch), False, monkeypatch)
-    assert kernel.encode() in code
+    used = said_of(tile.variant(arch))
+    assert used.registers * tile.threads <= 65536
 
 
 def test_only_gradients_that_are_exchanged_as_tf32_are_rounded() -> None:
@@ -121,44 +89,30 @@ def test_a_tile_knows_whether_the_inner_dimension_ends_inside_it(kernel: str, hi
 @pytest.mark.parametrize("arch", CHIPS)
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_the_gradients_compile_for(
-    arch: str, cell: str, numbers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradients_compile_for(arch: str, cell: str, numbers: str) -> None:
     tile = GradientTile(cell, numbers, SPLIT if CHIPS[arch].clusters else 1)
-    optimized = optimizes(arch, CELLS.index(cell) + NUMBERS.index(numbers))
-    code = build_for(tile.variant(arch), optimized, monkeypatch)
-    assert b"gradients" in code
-    assert resources(code).frame_bytes == 0 or not optimized
+    used = said_of(tile.variant(arch))
+    assert used.frame_bytes == 0
 
 
 @needs_compiler
 @pytest.mark.parametrize("arch", CHIPS)
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_the_shares_compile_for(arch: str, numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimized = optimizes(arch, NUMBERS.index(numbers))
-    code = build_for(ShareTile(numbers).variant(arch), optimized, monkeypatch)
-    assert b"shares" in code
-    assert resources(code).frame_bytes == 0 or not optimized
+def test_the_shares_compile_for(arch: str, numbers: str) -> None:
+    used = said_of(ShareTile(numbers).variant(arch))
+    assert used.frame_bytes == 0
 
 
 @needs_compiler
 @pytest.mark.parametrize("arch", CHIPS)
-def test_the_gradient_of_cross_entropy_compiles_for(
-    arch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    optimized = optimizes(arch, 0)
-    code = build_for(CrossEntropyTile().variant(arch), optimized, monkeypatch)
-    assert b"cross_entropy" in code
-    assert resources(code).frame_bytes == 0 or not optimized
+def test_the_gradient_of_cross_entropy_compiles_for(arch: str) -> None:
+    used = said_of(CrossEntropyTile().variant(arch))
+    assert used.frame_bytes == 0
 
 
 @needs_compiler
 @pytest.mark.parametrize("arch", CHIPS)
 @pytest.mark.parametrize("numbers", sorted(READ_AS.values()))
-def test_the_losses_of_rows_compile_for(
-    arch: str, numbers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    optimized = optimizes(arch, NUMBERS.index(numbers))
-    code = build_for(RowLossTile(numbers).variant(arch), optimized, monkeypatch)
-    assert b"row_losses" in code
-    assert resources(code).frame_bytes == 0 or not optimized
+def test_the_losses_of_rows_compile_for(arch: str, numbers: str) -> None:
+    used = said_of(RowLossTile(numbers).variant(arch))
+    assert used.frame_bytes == 0

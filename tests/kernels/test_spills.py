@@ -10,7 +10,8 @@ import pytest
 from ecornn.kernels.persistent import tune
 from ecornn.kernels.persistent.choose import Request, _table, measured, ranked, registers
 from ecornn.kernels.persistent.tile import Tile
-from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler, taken
+from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
+from support.compilations import said_of
 
 
 def _tuned(entry: dict[str, Any]) -> Tile:
@@ -65,7 +66,7 @@ FRAMES = UNAVOIDABLE | QUICKER
 @needs_compiler
 @pytest.mark.parametrize("tile", TUNED_TILES, ids=TUNED_TILES.values())
 def test_no_tuned_tile_spills_but_those_that_are_known(tile: Tile) -> None:
-    used = taken(tile)
+    used = said_of(tile.variant("sm_90a"))
     known = FRAMES.get(("sm_90a", TUNED_TILES[tile], tile.numbers, False), 0)
     assert used.frame_bytes == known
     assert known <= tune.SMALL_FRAME
@@ -99,7 +100,7 @@ def test_lengths_resets_float16_and_blackwell_spill_no_more_than_is_known(
     plain = next(tile for tile, its in TUNED_TILES.items() if its == name)
     tile = replace(plain, numbers=numbers, features=features)
     assert _is_tight(plain), "what has room does not spill"
-    used = taken(tile, arch)
+    used = said_of(tile.variant(arch))
     assert used.frame_bytes == FRAMES.get(variant, 0)
     assert used.registers * tile.threads <= 65536
 
@@ -126,7 +127,7 @@ IEEE_ASKS = [
 @pytest.mark.parametrize("ask", IEEE_ASKS, ids=str)
 def test_what_is_chosen_for_ieee_does_not_spill(ask: Request) -> None:
     tile = ranked(ask, HOPPER)[0].tile
-    used = taken(tile)
+    used = said_of(tile.variant("sm_90a"))
     assert used.frame_bytes == 0
     assert used.registers * tile.threads <= 65536
     assert abs(registers(tile) - used.registers) <= 50, tile
@@ -138,4 +139,4 @@ def test_registers_are_about_what_the_compiler_takes() -> None:
         for kernel in KERNELS:
             tile = ranked(Request(kernel, "lstm", "bf16", hidden, batch), HOPPER)[0].tile
             assert tile in TUNED_TILES
-            assert abs(registers(tile) - taken(tile).registers) <= 40, tile
+            assert abs(registers(tile) - said_of(tile.variant("sm_90a")).registers) <= 40, tile

@@ -1,15 +1,11 @@
-"""GPUs that kernels are compiled for, and what the compiler says of a tile."""
+"""GPUs that kernels are compiled for."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from ecornn.kernels.jit import build, compiler_unavailable
-from ecornn.kernels.jit.resources import Resources, resources
+from ecornn.kernels.jit import compiler_unavailable
 from ecornn.kernels.persistent.choose import Chip
-from ecornn.kernels.persistent.tile import Tile
 
 needs_compiler = pytest.mark.skipif(
     compiler_unavailable() is not None, reason=str(compiler_unavailable())
@@ -26,8 +22,3 @@ CHIPS = {
     "sm_120": Chip(170, 101376),
 }
 KERNELS = ("forward", "backward")
-
-
-@cache
-def taken(tile: Tile, arch: str = "sm_90a") -> Resources:
-    return resources(build(tile.variant(arch)))
