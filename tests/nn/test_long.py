@@ -1,6 +1,6 @@
 """Sequences longer than the 65,535 steps at which cuDNN stops, against torch.nn in float64.
 
-torch.nn takes a minute for a backward pass over 70,000 steps. So the expectation comes from pieces
+torch.nn takes a minute for a backward pass over 67,000 steps. So the expectation comes from pieces
 of 1,000 steps that run side by side as one batch, from guessed states that are corrected until
 every piece starts where the one before it ended; the backward pass likewise. That also serves
 resets and ends, which here lie between two pieces.
@@ -26,7 +26,7 @@ from support.cases import (
 )
 from support.tolerances import assert_matches, tolerance
 
-STEPS, PIECE = 70_000, 1_000
+STEPS, PIECE = 67_000, 1_000
 PIECES = STEPS // PIECE
 
 
@@ -115,18 +115,16 @@ def check(case: Case, values: Values, dtype: torch.dtype, backend: str) -> None:
         assert_matches(value, expected_gradients[name], tolerance(dtype, steps), f"d {name}")
 
 
-# the reference runs both of the plain cells below, with more asked of it
+# a plain cell runs below, by the reference and with more asked of it
 @pytest.mark.parametrize(
-    ("cell", "backend"),
-    [(c, "aten") for c in ("lstm", "gru", "rnn_tanh")]
-    + [(c, "reference") for c in ("lstm", "gru")],
+    ("cell", "backend"), [("lstm", "aten"), ("gru", "aten"), ("lstm", "reference")]
 )
 def test_plain(cell: str, backend: str) -> None:
     case = Case(cell, steps=STEPS, batch=1, inputs=2, hidden=3)
     check(case, draw_values(case), torch.float32, backend)
 
 
-LENGTHS = [69_000, STEPS, 1_000]
+LENGTHS = [66_000, STEPS, 1_000]
 
 
 def _of_mixed_lengths(case: Case) -> Values:
@@ -145,14 +143,13 @@ def test_lengths_by_torchs_kernels() -> None:
     ("cell", "reset_to", "backend"),
     [
         ("lstm", "initial", "aten"),
-        ("rnn_tanh", "initial", "reference"),
-        ("rnn_relu", "zero", "reference"),
+        ("rnn_tanh", "zero", "reference"),
     ],
 )
 def test_lengths_and_resets(cell: str, reset_to: str, backend: str) -> None:
     case = Case(cell, steps=STEPS, batch=3, inputs=2, hidden=3, lengths=True, resets=True)
     resets = torch.zeros(STEPS, 3, dtype=torch.bool)
-    resets[[0, 66_000, 69_000], 0] = True  # at the start, beyond cuDNN's limit, at the end
+    resets[[0, 65_000, 66_000], 0] = True  # at the start, near cuDNN's limit, beyond it at the end
     resets[3_000::3_000, 1] = True
     values = replace(_of_mixed_lengths(case), resets=resets)
     check(replace(case, reset_to=reset_to), values, torch.float64, backend)
