@@ -99,7 +99,7 @@ def for_cpu(name: str, text: str) -> str:
     return text
 
 
-COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread")
+COMPILER = ("g++", "-std=c++20", "-Og", "-w", "-fPIC", "-pthread")
 
 
 def compiled(*arguments: str) -> None:
