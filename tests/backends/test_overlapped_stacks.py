@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ecornn
-from ecornn.backends import overlap, pair_choice, persistent_pair
+from ecornn.backends import overlap, pair_choice, persistent_calls, persistent_pair
 from ecornn.backends.overlap import Decision
 from ecornn.errors import InvalidInput
 from ecornn.kernels.persistent import gradients, shares
@@ -139,7 +139,7 @@ def test_shares_of_the_gates_in_turns(
 ) -> None:
     """Where they are large; those of an LSTM that keeps its gates are there in any case."""
     on_gpu.through_l2 = through_l2
-    monkeypatch.setattr(overlapped, "SMALL_BYTES", 1)
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1)
     layer = made(cell)
     assert_like_torch(layer)
     tensors = drawn(layer)

@@ -3,6 +3,7 @@ allocated around them is the same on any device."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,3 +94,17 @@ def test_the_operators_are_counted_with_it(keep: str) -> None:
             results = recurrence._opoverload(*fakes)
     leaves = [one for one in torch.utils._pytree.tree_leaves(results) if one.numel()]
     assert ledger.most == sum(one.nbytes for one in leaves) + said.forward
+
+
+@pytest.mark.parametrize(("keep", "pieces"), [("none", 1), ("states", 2), ("gates", 1)])
+def test_without_a_backward_pass_more_is_made_in_one_piece(keep: str, pieces: int) -> None:
+    """Of 64 MiB: each piece is a launch, which reads the weights anew."""
+    call = replace(
+        read_call(*arguments("lstm", keep, 1, 64, "persistent")),
+        input_TBI=torch.empty(256, 16, 8, dtype=torch.bfloat16, device="meta"),
+        h0_DBR=torch.empty(1, 16, 2048, dtype=torch.bfloat16, device="meta"),
+    )
+    assert len(persistent_forward.forward_pieces(call)) == pieces
+    longer = torch.empty(257, 16, 8, dtype=torch.bfloat16, device="meta")
+    found = persistent_forward.forward_pieces(replace(call, input_TBI=longer))
+    assert len(found) == (1 if keep == "gates" else 2)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ecornn.kernels.jit import Variant
 from ecornn.kernels.jit.resources import Resources
-from ecornn.kernels.persistent import tune
+from ecornn.kernels.persistent import choose, tune
 from ecornn.kernels.persistent.choose import Request, known_requests, measured, ranked
 from ecornn.kernels.persistent.model import explain, terms
 from ecornn.kernels.persistent.tile import Geometry, Tile
@@ -73,11 +74,14 @@ def test_every_known_size_is_measured_again_beside_tiles_near_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _as_if_compiled(monkeypatch, lambda v: 0)
+    monkeypatch.setattr(tune, "chip", lambda device: HOPPER)
     monkeypatch.setattr(tune, "_Problem", lambda ask, device: ask)
 
     def took(ask: Request, geometry: Geometry, device: int) -> float | None:
         if ask.hidden == 64:
             return None  # its blocks do not run at once
+        if geometry.tile.numbers != ask.numbers:
+            return 3.0
         return 2.0 - geometry.tile.in_registers / 100
 
     monkeypatch.setattr(tune, "measure", took)
@@ -95,3 +99,42 @@ def test_every_known_size_is_measured_again_beside_tiles_near_its_own(
 
 def _more(tile: dict[str, Any], than: Tile) -> int:
     return int(tile["register_tiles"] * tile["chunks"]) - than.in_registers
+
+
+@pytest.mark.parametrize("numbers", ["tf32", "tf32x3", "ieee", "bf16"])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_ordinary_units_may_serve_float32_of_few_sequences(
+    numbers: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _as_if_compiled(monkeypatch, lambda v: 0)
+    monkeypatch.setattr(tune, "chip", lambda device: HOPPER)
+    ask = Request("forward", "lstm", numbers, 64, batch)
+    found = tune.others(ask, 0)
+    assert {g.tile.numbers for g in found} == ({"ieee"} if "tf32" in numbers else set())
+    assert all(g.group_batch <= 2 and g.covers(64, batch) for g in found)
+    assert set(found) <= set(finalists(ask, 0, 3))
+    large = Request("forward", "lstm", numbers, 2048, 64)
+    assert tune.others(large, 0) == [], "the chip has no room for so many groups"
+
+
+def test_a_tile_of_other_numbers_is_remembered_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
+    choose._table.cache_clear()
+    try:
+        ask = Request("forward", "lstm", "tf32", 64, 4)
+        own, other = measured(ask), ranked(replace(ask, numbers="ieee"), HOPPER)[0]
+        assert own is not None
+        assert own.tile.numbers == "tf32"
+        assert "numbers" not in tune.entry(ask, own, 0.5)["tile"]
+        choose.remember([tune.entry(ask, other, 0.25)])
+        assert measured(ask) == other
+        assert ranked(ask, HOPPER)[0] == other
+        assert "forward lstm ieee" in explain(other, 64)
+        with_lengths = measured(replace(ask, features=True))
+        assert with_lengths is not None
+        assert (with_lengths.tile.numbers, with_lengths.tile.features) == ("ieee", True)
+        assert measured(replace(ask, numbers="tf32x3")) is None, "that was not measured"
+    finally:
+        choose._table.cache_clear()

@@ -21,7 +21,8 @@ from ecornn.kernels.persistent.tile import round_up
 from ecornn.spec import GATES
 
 #: A buffer of gates up to this size is made in one piece: it is smaller than what saving it costs,
-#: a launch for each piece.
+#: a launch for each piece. Twice that where nothing is kept for a backward pass, in which there
+#: are two such buffers.
 SMALL_BYTES = 32 << 20
 
 
@@ -47,12 +48,19 @@ class Piece(NamedTuple):
         return self.first_step + self.steps == self.total
 
 
-def pieces(steps: int, row_bytes: int, share: float, buffers: int = 1) -> list[Piece]:
+def small_bytes(keep: str) -> int:
+    """Up to which a forward pass's buffer of gates is made in one piece."""
+    return SMALL_BYTES * (2 if keep == "none" else 1)
+
+
+def pieces(
+    steps: int, row_bytes: int, share: float, buffers: int = 1, small: int | None = None
+) -> list[Piece]:
     """Time in equal pieces, whose `buffers` of `row_bytes` a step take `share` of the whole at
     most, rounded up to a step, unless each of them is small as a whole."""
-    size = steps
-    if steps * row_bytes > SMALL_BYTES:
-        size = max(math.ceil(steps * share), SMALL_BYTES // (buffers * row_bytes))
+    size, small = steps, SMALL_BYTES if small is None else small
+    if steps * row_bytes > small:
+        size = max(math.ceil(steps * share), small // (buffers * row_bytes))
     count = -(-steps // size)
     size = -(-steps // count)
     return [Piece(at, min(size, steps - at), steps) for at in range(0, steps, size)]

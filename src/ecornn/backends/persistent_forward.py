@@ -18,6 +18,7 @@ from ecornn.backends.persistent_calls import (
     padded,
     pieces,
     run,
+    small_bytes,
     through_l2,
 )
 from ecornn.backends.protocol import LayerCall, LayerResult
@@ -126,7 +127,8 @@ def forward_pieces(call: LayerCall) -> list[Piece]:
     """All of time in one where there is no buffer of gates to save."""
     x, gate_rows = call.input_TBI, GATES[call.cell] * call.h0_DBR.shape[-1]
     row_bytes = call.directions * x.shape[1] * gate_rows * x.element_size()
-    return pieces(x.shape[0], row_bytes, 1.0 if _in_place(call) else SHARE)
+    share = 1.0 if _in_place(call) else SHARE
+    return pieces(x.shape[0], row_bytes, share, small=small_bytes(call.keep))
 
 
 def _input_products(t: _Tensors, piece: Piece, buffers: list[Tensor]) -> list[Tensor]:

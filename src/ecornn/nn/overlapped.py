@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ecornn.backends.overlap import Decision
 from ecornn.backends.pair_choice import PairAsk, choose, passes
-from ecornn.backends.persistent_calls import SMALL_BYTES, padded
+from ecornn.backends.persistent_calls import padded, small_bytes
 from ecornn.backends.persistent_pair import PlainPair
 from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.kernels.persistent.device import numbers_of
@@ -168,7 +168,7 @@ def _is_large(call: StackCall, plan: ExecutionPlan) -> bool:
     x, hidden = call.input_TBI, call.h0.shape[-1]
     kept_in_place = plan.keep == "gates" and call.cell == "lstm"
     shares = x.shape[0] * x.shape[1] * GATES[call.cell] * hidden * x.element_size()
-    return shares > SMALL_BYTES and not kept_in_place
+    return shares > small_bytes(plan.keep) and not kept_in_place
 
 
 def _arguments(call: StackCall, plan: ExecutionPlan, layer: int) -> tuple[Any, ...]:

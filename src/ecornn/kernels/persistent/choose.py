@@ -58,6 +58,11 @@ class Request:
     share: int = 1
 
 
+#: Float32 that was asked for, and other numbers that may serve, as precise at least: IEEE's, on the
+#: ordinary units. A tensor core multiplies eight columns however few sequences there are; for one
+#: sequence the ordinary units have half as long to do.
+AS_PRECISE = {"tf32": ("ieee",), "tf32x3": ("ieee",)}
+
 #: Tiles that were the fastest of many on an H200, one for each request that was measured.
 TUNED = Path(__file__).with_name("tuned.json")
 
@@ -105,13 +110,8 @@ def measured(ask: Request) -> Geometry | None:
     entry = _table().get(_key(asdict(ask)))
     if entry is None:
         return None
-    tile = Tile(
-        kernel=ask.kernel,
-        cell=ask.cell,
-        numbers=ask.numbers,
-        features=ask.features,
-        **entry["tile"],
-    ).serving(ask.hidden)
+    asked = {"kernel": ask.kernel, "cell": ask.cell, "numbers": ask.numbers}
+    tile = Tile(**{**asked, "features": ask.features, **entry["tile"]}).serving(ask.hidden)
     return Geometry(tile, entry["blocks"], entry["groups"], ask.directions, entry["group_batch"])
 
 

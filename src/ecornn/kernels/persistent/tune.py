@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,13 @@ from torch import Tensor
 from ecornn.kernels.jit import compiled
 from ecornn.kernels.jit.resources import resources
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
-from ecornn.kernels.persistent.choose import Request, known_requests, measured, ranked
+from ecornn.kernels.persistent.choose import (
+    AS_PRECISE,
+    Request,
+    known_requests,
+    measured,
+    ranked,
+)
 from ecornn.kernels.persistent.device import chip, failure_flag
 from ecornn.kernels.persistent.launch import architecture, kernel, launcher
 from ecornn.kernels.persistent.tile import POLLING, Geometry
@@ -29,20 +36,40 @@ LAUNCHES = 4  # of one round
 #: what does not change from step to step, biases above all: a dozen loads before a product of a
 #: thousand instructions, beside which a tile that has more vectors under way may yet be the faster.
 SMALL_FRAME = 64
+#: Sequences of a group with which the ordinary units take no longer than tensor cores: these
+#: multiply 1,024 numbers in two cycles of a multiprocessor, for eight columns, those 128 in one.
+MOST_COLUMNS = 2
+#: Of tiles with other numbers, so many are measured.
+OTHERS = 4
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def finalists(ask: Request, device: int, count: int) -> list[Geometry]:
     """The model's best that hardly spill, and what was measured the best before, each with every
-    way to wait that it has: the model knows of none."""
-    arch, found, tiles = architecture(device), [], 0
-    for geometry in ranked(ask, chip(device)):
-        if resources(compiled(geometry.tile.variant(arch))).frame_bytes <= SMALL_FRAME:
-            found += waiting_ways(geometry)
-            tiles += 1
-        if tiles == count:
-            break
-    return found
+    way to wait that it has: the model knows of none. And those of numbers that may serve."""
+    best = _hardly_spilling(ranked(ask, chip(device)), device, count)
+    return [way for geometry in best for way in waiting_ways(geometry)] + others(ask, device)
+
+
+def others(ask: Request, device: int) -> list[Geometry]:
+    """Tiles of other numbers that may serve the request, and may be the quicker ones."""
+    found = []
+    for numbers in AS_PRECISE.get(ask.numbers, ()):
+        every = ranked(replace(ask, numbers=numbers), chip(device))
+        few = (geometry for geometry in every if geometry.group_batch <= MOST_COLUMNS)
+        found += _hardly_spilling(few, device, OTHERS)
+    return [way for geometry in found for way in waiting_ways(geometry)]
+
+
+def _hardly_spilling(tried: Iterable[Geometry], device: int, count: int) -> list[Geometry]:
+    """The first so many."""
+    arch = architecture(device)
+    found = (
+        geometry
+        for geometry in tried
+        if resources(compiled(geometry.tile.variant(arch))).frame_bytes <= SMALL_FRAME
+    )
+    return list(islice(found, count))
 
 
 def waiting_ways(geometry: Geometry) -> list[Geometry]:
@@ -181,18 +208,18 @@ def _fastest(problem: _Problem, tried: Iterable[Geometry], device: int) -> _Time
 
 
 def tuned_again(device: int) -> Iterator[tuple[dict[str, Any], float]]:
-    """Each request of the tables measured anew, with tiles near its own: its entry, and what its
-    own tile took, measured beside them."""
+    """Each request of the tables measured anew, with tiles near its own and of other numbers: its
+    entry, and what its own tile took, measured beside them."""
     arch = architecture(device)
     known = [(ask, found) for ask in known_requests() if (found := measured(ask)) is not None]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # all that will be measured, side by side
-        tried = list(pool.map(lambda one: near(one[1], arch), known))
+        tried = list(pool.map(lambda one: [*near(one[1], arch), *others(one[0], device)], known))
         for geometry in {g for one in tried for g in one}:
             pool.submit(compiled, geometry.tile.variant(arch))
-    for (ask, geometry), others in zip(known, tried, strict=True):
+    for (ask, geometry), each in zip(known, tried, strict=True):
         problem = _Problem(ask, device)
         before = measure(problem, geometry, device)
-        best = _fastest(problem, others, device)
+        best = _fastest(problem, each, device)
         if before is not None and best is not None:
             yield entry(ask, *best), before
 
@@ -203,8 +230,10 @@ def entry(ask: Request, geometry: Geometry, microseconds: float) -> dict[str, An
         del request[name]
     tile = asdict(geometry.tile)
     # those of the request, and what changes the result
-    for name in ("kernel", "cell", "numbers", "features", "ragged", "rounded"):
+    for name in ("kernel", "cell", "features", "ragged", "rounded"):
         del tile[name]
+    if tile["numbers"] == ask.numbers:
+        del tile["numbers"]
     return {
         "request": request,
         "tile": tile,
