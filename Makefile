@@ -4,7 +4,7 @@
 #   make demo    train a small character model on the CPU and show what it learned
 #   make test    style, types, import order and the tests
 #   make coverage  the tests again, traced: at least nine lines of ten are reached
-#   make compilations  tests/kernels/compiled.txt anew, after a change of kernels
+#   make compilations  tests/kernels/compiled-by-*.txt anew, after a change of kernels
 #   make lint    the first three of these
 #   make wheel   dist/ecornn-VERSION-py3-none-any.whl
 #   make clean   remove what the tools left behind; `make distclean` removes .venv as well

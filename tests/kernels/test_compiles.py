@@ -1,4 +1,5 @@
-"""Every kernel compiles for every architecture, without a GPU."""
+"""Every kernel compiles for every architecture, without a GPU: one variant of each in every run,
+the others when what they depend on has changed, or on their day (`support.compilations`)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
+from ecornn.kernels.jit import Variant
+from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.losses import CrossEntropyTile
 from ecornn.kernels.persistent.choose import Request, ranked
 from ecornn.kernels.persistent.gradients import SPLIT, GradientTile
@@ -14,7 +18,32 @@ from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, POLLING, round_up
 from ecornn.kernels.row_losses import READ_AS, RowLossTile
 from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
-from support.compilations import said_of
+from support.compilations import compile_now, said_of
+
+
+def small(source: str, arch: str) -> Variant:
+    """One variant of a source."""
+    ask = Request("backward" if source == "backward" else "forward", "lstm", "bf16", 40, 5)
+    tile = ranked(ask, CHIPS[arch])[0].tile
+    tiles = {
+        "forward": tile,
+        "backward": tile,
+        "exchange_floor": replace(tile, kernel="exchange_floor"),
+        "gradients": GradientTile("lstm", "bf16", SPLIT if CHIPS[arch].clusters else 1),
+        "shares": ShareTile("bf16"),
+        "cross_entropy": CrossEntropyTile(),
+        "row_losses": RowLossTile(READ_AS[torch.float32]),
+    }
+    return tiles[source].variant(arch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("*.cu")))
+def test_every_source_is_compiled_in_every_run(source: str, arch: str) -> None:
+    """Whatever is known of it, which must be the same."""
+    variant = small(source, arch)
+    assert compile_now(variant) == said_of(variant)
 
 
 @needs_compiler

@@ -4,7 +4,8 @@ Compiling every variant for every architecture takes a third of the time that th
 gives the same code as long as sources, constants, flags and compiler are the same. The compiler's
 file, such as `kernels/compiled-by-nvrtc-13.4.92.txt`, has what was said under a key that covers all
 of these. A variant that is not there is compiled; so is one in twenty of the others, another each
-day, and must be said to take what it took. `make compilations` compiles all, and writes the file.
+day, and must be said to take what it took; and of every source one for each architecture in every
+run (`test_compiles.py`). `make compilations` compiles all, and writes the file.
 """
 
 from __future__ import annotations
