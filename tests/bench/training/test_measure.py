@@ -13,7 +13,7 @@ import torch
 
 import ecornn
 from ecornn.bench.models.step import make_step
-from ecornn.bench.training import worker
+from ecornn.bench.training import measure, worker
 from ecornn.bench.training.build import NotMeasurable
 from ecornn.bench.training.cases import ModelCase, make_case
 from ecornn.bench.training.contenders import (
@@ -140,6 +140,21 @@ def test_the_largest_batch_fits_and_is_timed() -> None:
     assert float(found.metrics["peak_bytes"]) <= limit
     assert float(found.metrics["refused_batch"]) > float(found.metrics["largest_batch"])
     assert float(found.metrics["samples_per_s"]) > 0
+
+
+def test_memory_that_others_took_is_no_batch_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(measure, "build", full)
+    case = make_case("lstm-lm", "batch", tiny=True)
+    with pytest.raises(NotMeasurable, match="no batch was found that fits"):
+        measured(case, EAGER)
+    monkeypatch.setattr(measure, "taken_by_others", lambda limit, _: limit == 2**21)
+    with pytest.raises(NotMeasurable, match="fewer --workers"):
+        measured(case, EAGER)
 
 
 def test_a_limit_that_nothing_fits_is_told() -> None:

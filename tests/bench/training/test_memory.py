@@ -7,7 +7,13 @@ from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.training.build import build
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import CHECKPOINT, EAGER
-from ecornn.bench.training.memory import allocated_peak, held_bytes, limited_to, peak_bytes
+from ecornn.bench.training.memory import (
+    allocated_peak,
+    held_bytes,
+    limited_to,
+    peak_bytes,
+    taken_by_others,
+)
 
 KIB = 256  # elements of float32
 #: What operators allocate beside their results, such as a number that is added.
@@ -81,3 +87,12 @@ def test_a_limit_is_kept_on_cuda() -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2**31, dtype=torch.uint8, device=device)
     torch.empty(2**31, dtype=torch.uint8, device=device)
+
+
+def test_others_took_what_is_neither_free_nor_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, gib = torch.device("cuda", 0), 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 * gib, 140 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 12 * gib)
+    assert taken_by_others(16 * gib, gpu)
+    assert not taken_by_others(15 * gib, gpu)
+    assert not taken_by_others(16 * gib, torch.device("cpu"))

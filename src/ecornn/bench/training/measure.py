@@ -32,11 +32,14 @@ from ecornn.bench.training.memory import (
     optimizer_scratch,
     peak_bytes,
     storage_bytes,
+    taken_by_others,
 )
 from ecornn.bench.training.planning import Joint, beside_the_best, planned, unrolled_decoder
 from ecornn.echo.plan.milp import SolverMissing
 from ecornn.errors import InvalidInput
 
+#: No batch of this process's was too large.
+TAKEN = "other processes took the memory that it was to have: run with fewer --workers"
 WARM_UP_STEPS = 3
 SEED = 11
 
@@ -220,11 +223,15 @@ class Measurement:
         self.metrics["search_s"] = time.perf_counter() - began
         if self.step is None or self.step.samples != found.batch:  # another was tried last
             self._attempt(found.batch)
+        if self.step is not None:
+            self.step.clear()
+        collect(self.device)  # while it waits for its turn others look for theirs
 
     def _attempt(self, batch: int) -> int | None:
         self.step = self.run = None
         torch._dynamo.reset()
         collect(self.device)
+        limit = int((self.case.memory_gib or 0.0) * GIB)
         try:
             self.step = self.run = build(self.contender, self.case, self.device.type, batch)
             for _ in range(2):
@@ -233,9 +240,10 @@ class Measurement:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
+            if taken_by_others(limit, self.device):
+                raise NotMeasurable(TAKEN) from error
             self.step = self.run = None
             return None
-        limit = (self.case.memory_gib or 0.0) * GIB
         return None if self.device.type == "cpu" and peak > limit else peak
 
 

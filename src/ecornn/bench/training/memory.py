@@ -91,6 +91,15 @@ def allocated_peak(function: Callable[[], object]) -> int:
     return most
 
 
+def taken_by_others(limit: int, device: torch.device) -> bool:
+    """Whether the GPU has less left than this process may still take of `limit` bytes: what was
+    refused then was refused for other processes' sake. On the CPU nothing is."""
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) < limit
+
+
 @contextmanager
 def limited_to(gib: float, device: torch.device) -> Iterator[None]:
     """The allocator refuses to go beyond `gib` on CUDA, as on a smaller GPU; what the context
