@@ -61,13 +61,20 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
         ('asm volatile("cp.async.commit', '"memory");', ""),
         ('asm volatile("cp.async.wait', '"memory");', ""),
     ],
+    "weights.cuh": [
+        (
+            'asm volatile("cp.async.cg',
+            '"memory");',
+            "copy_on_cpu(to, from, 16, bytes);",
+        ),
+    ],
     "multiply.cuh": [('asm("" : "+l"', ";", "")],
     "sequence.cuh": [('asm("" : "+r"', ";", "")],
     "stream.cuh": [
         (
             'asm volatile("cp.async.ca',
             '"memory");',
-            "std::memcpy(to, source, TOGETHER * int(sizeof(Element)));",
+            "copy_on_cpu(to, source, TOGETHER * sizeof(Element), TOGETHER * sizeof(Element));",
         ),
     ],
     "product.cuh": [('asm volatile("fence.mbarrier_init', '"memory");', "")],
@@ -180,5 +187,5 @@ class OnCpu:
         # a busy machine may leave a thread alone for long
         seconds = ctypes.c_double(0.5 if self.missing else 100.0)
         outside = self._run(ctypes.byref(arguments), *grid, exchanged, self.missing, seconds)
-        assert outside == 0, f"{outside} loads from elsewhere, or no memory: {geometry}"
+        assert outside == 0, f"{outside} loads astray or not aligned, or no memory: {geometry}"
         self.failed += gave_up.value

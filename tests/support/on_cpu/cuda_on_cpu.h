@@ -163,6 +163,14 @@ static inline void prefetch_exchanged(const void* address) {
   outside += !inside;
 }
 
+// An asynchronous copy of `size` bytes, the first `there` of them from memory, the others zeros; both
+// ends must be multiples of its size.
+static inline void copy_on_cpu(void* to, const void* from, int size, int there) {
+  outside += (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % size != 0;
+  std::memset(to, 0, size);
+  std::memcpy(to, from, there);
+}
+
 // c[16×8] += a · b over INNER elements, laid out over a warp as the instruction has them.
 template <int INNER>
 static inline void multiply_on_cpu(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -212,7 +220,7 @@ struct Job {
 };
 
 // `missing`: so many of the last blocks never run; `seconds`: how long is waited for them. The loads
-// that lay outside, or -1.
+// that lay outside and the copies that are not aligned, or -1.
 template <class Arguments>
 static int launch(void (*kernel)(const Arguments), const Arguments* arguments, Dim grid, int threads,
                   int cluster, int shared_bytes, const uintptr_t* exchanged, int missing,
