@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import ecornn
 from ecornn.bench.models.step import Step, make_step
@@ -97,6 +98,22 @@ def test_nothing_is_kept_alive_by_a_prediction() -> None:
         assert gone() is None
         assert explained.predicted_peak_bytes(0) is None
         assert "gone" in str(explained.not_predicted)
+
+
+def test_gradients_of_biases_share_memory_as_on_a_cpu() -> None:
+    """By torch's description they do, the first time that it is asked: the model as it is written
+    was foretold less than any way to run it, and a budget of all that it takes was refused."""
+
+    def is_one_memory() -> bool:
+        layer = nn.LSTM(6, 8)
+        biases = layer.bias_ih_l0, layer.bias_hh_l0
+        first, second = torch.autograd.grad(layer(torch.randn(5, 3, 6))[0].sum(), biases)
+        return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+    FakeTensorMode.cache_clear()
+    with Counted("cpu"):
+        found = [is_one_memory() for _ in range(3)]
+    assert found == [is_one_memory()] * 3
 
 
 def test_what_a_result_s_gradient_is_expanded_to_is_counted() -> None:

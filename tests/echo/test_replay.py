@@ -88,6 +88,8 @@ def test_every_byte_of_a_step_is_foretold(breaks: bool, dynamic: bool | None) ->
 
 FOR_CUDA = """
 import triton
+from torch._inductor.runtime.runtime_utils import assert_tensor_metadata
+assert_size_stride_grouped = torch._C._dynamo.guards.assert_size_stride_grouped
 empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 triton_poi_fused_0 = async_compile.triton('triton_poi_fused_0', 'source', device_str='cuda')
 class Runner:
@@ -109,6 +111,8 @@ class Runner:
             buf3 = torch.ops.aten.sort.default(buf2)
             buf4 = buf3[0]
             assert_size_stride(buf4, (10, 10), (10, 1), 'sort')
+            assert_tensor_metadata(buf4, (10, 10), (10, 1), torch.float32, 'sort')
+            assert_size_stride_grouped([buf4], [(10, 10)], [(10, 1)])
             del buf3
             del buf2
             buf5 = empty_strided_cuda((2, ), (1, ), torch.bool)

@@ -1,5 +1,5 @@
 """`WithoutNumbers`: tensors without numbers, also for some operators of which torch itself cannot
-tell what they make then: the loss of speech models, and cuDNN's recurrent layers."""
+tell what they make then: the loss of speech models, and recurrent layers of cuDNN and oneDNN."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 from torch._subclasses import FakeTensorMode
 
 from ecornn.echo import ctc
@@ -29,7 +29,7 @@ class WithoutNumbers(FakeTensorMode):
         """`also`: by operator, what it makes, and the bytes that it takes for a while."""
         super().__init__(allow_non_fake_inputs=True)
         self._depth = 0
-        self._ours = {**CTC, **also}
+        self._ours = {**CTC, **ONEDNN, **also}
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, scratch: int) -> None:
         raise NotImplementedError
@@ -80,6 +80,14 @@ def _cudnn_rnn_backward(*args: Any) -> tuple[tuple[Any, ...], int]:
     return made, room_of_cudnn(*args[:6], *args[10:20]).backward
 
 
+def _onednn_rnn_backward(*args: Any) -> tuple[tuple[Any, ...], int]:
+    """torch's own description has one memory for the gradients of both biases, until it is read
+    from a cache that does not know of that; on a CPU they are two."""
+    made = list(_meta_registrations.mkldnn_rnn_layer_backward(*args))
+    made[4] = torch.empty_like(made[3])
+    return tuple(made), 0
+
+
 CTC: dict[Any, Fake] = {
     aten._use_cudnn_ctc_loss: ctc.use_cudnn_ctc_loss,
     aten._cudnn_ctc_loss: ctc.cudnn_ctc_loss,
@@ -88,6 +96,9 @@ CTC: dict[Any, Fake] = {
 }
 if hasattr(aten, "_use_miopen_ctc_loss"):
     CTC[aten._use_miopen_ctc_loss] = ctc.use_miopen_ctc_loss
+ONEDNN: dict[Any, Fake] = {}
+if hasattr(_meta_registrations, "mkldnn_rnn_layer_backward"):
+    ONEDNN[aten.mkldnn_rnn_layer_backward] = _onednn_rnn_backward
 #: What these take is measured on the GPU.
 CUDNN: dict[Any, Fake] = {
     aten._cudnn_rnn: _cudnn_rnn,

@@ -172,6 +172,8 @@ NAMES: dict[str, Any] = {
 }
 #: Defined again in every generated file; the ones above are used.
 OURS = frozenset({*NAMES, "async_compile", "empty_strided_p2p"})
+#: How names begin of what looks at a tensor and makes nothing; newer versions of torch have more.
+CHECKS = "assert_"
 
 
 @dataclass(frozen=True)
@@ -183,19 +185,22 @@ class Code:
 
 
 def callable_of(source: str, constants: Mapping[str, Any]) -> Callable[[list[Any]], Any]:
-    """The function of generated code that runs a pass, its kernels doing nothing."""
+    """The function of generated code that runs a pass, its kernels and checks doing nothing."""
     body: list[ast.stmt] = []
-    kernels: set[str] = set()
+    idle: set[str] = set()
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             body.append(statement)
+        elif isinstance(statement, ast.ImportFrom):
+            names = (alias.asname or alias.name for alias in statement.names)
+            idle |= {name for name in names if name.startswith(CHECKS)}
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name = statement.targets[0].id
-            if _mentions(statement.value, "async_compile"):
-                kernels.add(name)
+            if name.startswith(CHECKS) or _mentions(statement.value, "async_compile"):
+                idle.add(name)
             elif name not in OURS:
                 body.append(statement)
-    scope: dict[str, Any] = dict(NAMES) | dict.fromkeys(kernels, NOTHING)
+    scope: dict[str, Any] = dict(NAMES) | dict.fromkeys(idle, NOTHING)
     for statement in body:
         # a name that is made of something imported is missed where it is used, if it is
         with suppress(NameError, AttributeError):
