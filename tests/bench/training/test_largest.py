@@ -50,6 +50,14 @@ def test_it_stops_when_nothing_is_left_between() -> None:
     assert len(model.tried) < 10
 
 
+def test_what_is_near_the_limit_may_be_enough() -> None:
+    model = Model(fixed=300, sample=7.0, limit=16_000)
+    found = largest(model, 128, model.limit, tries=6, grain=8, enough=0.95)
+    assert found == Found(model.tried[-1], None, 3)
+    assert model.fits(found.batch)
+    assert found.batch >= 0.95 * model.best
+
+
 def test_a_start_that_does_not_fit_is_no_end() -> None:
     model = Model(fixed=0, sample=10.0, limit=100)
     found = largest(model, 128, model.limit, tries=20)

@@ -149,12 +149,33 @@ def test_memory_that_others_took_is_no_batch_that_does_not_fit(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(measure, "build", full)
+    monkeypatch.setattr(measure, "WAIT_S", 0.0)
     case = make_case("lstm-lm", "batch", tiny=True)
     with pytest.raises(NotMeasurable, match="no batch was found that fits"):
         measured(case, EAGER)
     monkeypatch.setattr(measure, "taken_by_others", lambda limit, _: limit == 2**21)
     with pytest.raises(NotMeasurable, match="fewer --workers"):
         measured(case, EAGER)
+
+
+def test_memory_that_others_took_for_a_while_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build, batches = measure.build, []
+
+    def full_at_first(contender: Any, case: Any, device: str, batch: int) -> Any:
+        batches.append(batch)
+        if len(batches) <= 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return build(contender, case, device, batch)
+
+    monkeypatch.setattr(measure, "build", full_at_first)
+    monkeypatch.setattr(measure, "taken_by_others", lambda *_: len(batches) <= 2)
+    monkeypatch.setattr(measure, "WAIT_S", 0.0)
+    found = measured(make_case("lstm-lm", "batch", tiny=True), EAGER)
+    assert batches[0] == batches[1] == batches[2]
+    assert float(found.metrics["largest_batch"]) >= batches[0]
+    assert float(found.metrics["tries"]) < len(batches)
 
 
 def test_a_limit_that_nothing_fits_is_told() -> None:

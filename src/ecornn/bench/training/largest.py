@@ -30,9 +30,11 @@ class Found:
     tries: int
 
 
-def largest(attempt: Attempt, start: int, limit: int, tries: int, grain: int = 1) -> Found | None:
-    """Batches are multiples of `grain`, or 1. None if not even a single sample fits, or none of
-    the batches tried."""
+def largest(
+    attempt: Attempt, start: int, limit: int, tries: int, grain: int = 1, enough: float = 1.0
+) -> Found | None:
+    """Batches are multiples of `grain`, or 1. One that takes more than such a part of the limit is
+    `enough`. None if not even a single sample fits, or none of the batches tried."""
     peaks: dict[int, int] = {}
     refused: int | None = None
     batch = start
@@ -42,6 +44,8 @@ def largest(attempt: Attempt, start: int, limit: int, tries: int, grain: int = 1
             refused = batch if refused is None else min(refused, batch)
         else:
             peaks[batch] = peak
+            if peak > enough * limit:
+                return Found(batch, refused, used)
         following = _following(peaks, refused, limit, grain, start)
         if following is None or used == tries:
             return Found(max(peaks), refused, used) if peaks else None

@@ -40,6 +40,9 @@ from ecornn.errors import InvalidInput
 
 #: No batch of this process's was too large.
 TAKEN = "other processes took the memory that it was to have: run with fewer --workers"
+#: Others need what they took for some steps: so long is it waited for, in seconds, between tries of
+#: a batch, and so often.
+WAIT_S, WAITS = 3.0, 20
 WARM_UP_STEPS = 3
 SEED = 11
 
@@ -47,17 +50,19 @@ SEED = 11
 @dataclass(frozen=True)
 class Effort:
     """Contenders take `turns`, in each of which `steps` are timed, and at most `further` ones while
-    their medians are uncertain; `tries` is for the largest batch."""
+    their medians are uncertain. Of the largest batch there are so many `tries`, of which each may
+    be a compilation, and one that takes such a part of the memory is `enough`."""
 
     turns: int
     further: int
     steps: int
     tries: int
+    enough: float = 1.0
 
 
 EFFORTS = {
     "thorough": Effort(turns=10, further=30, steps=3, tries=7),
-    "quick": Effort(turns=7, further=7, steps=2, tries=5),
+    "quick": Effort(turns=7, further=7, steps=2, tries=5, enough=0.95),
 }
 
 
@@ -119,6 +124,8 @@ class Measurement:
         with limited_to(self.case.memory_gib or 1024.0, self.device), garbage_collected_before():
             clock.measure(self.run, 1)
             self.seconds += [clock.measure(self.run, 1) for _ in range(self.effort.steps)]
+        if self.case.part == "batch":
+            self._give_back()
 
     def measure(self) -> None:
         """All the rest, once the turns are over."""
@@ -213,9 +220,9 @@ class Measurement:
         start = task_named(self.case.model).size(self.case.size).batch
         limit = int((self.case.memory_gib or 0.0) * GIB)
         began = time.perf_counter()
-        found = largest(
-            self._attempt, start, limit, self.effort.tries, grain=max(1, min(8, start // 8))
-        )
+        grain = max(1, min(8, start // 8))
+        effort = self.effort
+        found = largest(self._attempt, start, limit, effort.tries, grain, effort.enough)
         if found is None:
             raise NotMeasurable(f"no batch was found that fits {self.case.memory_gib:g} GiB")
         self.metrics |= {"largest_batch": found.batch, "tries": found.tries}
@@ -223,28 +230,40 @@ class Measurement:
         self.metrics["search_s"] = time.perf_counter() - began
         if self.step is None or self.step.samples != found.batch:  # another was tried last
             self._attempt(found.batch)
-        if self.step is not None:
-            self.step.clear()
-        collect(self.device)  # while it waits for its turn others look for theirs
+        self._give_back()
 
     def _attempt(self, batch: int) -> int | None:
+        limit = int((self.case.memory_gib or 0.0) * GIB)
+        for _ in range(WAITS):
+            peak, taken = self._tried(batch, limit)
+            if not taken:
+                return None if self.device.type == "cpu" and (peak or 0) > limit else peak
+            self._give_back()
+            time.sleep(WAIT_S)
+        raise NotMeasurable(TAKEN)
+
+    def _tried(self, batch: int, limit: int) -> tuple[int | None, bool]:
+        """The peak of a step, None if it does not fit; whether others' memory is why."""
         self.step = self.run = None
         torch._dynamo.reset()
         collect(self.device)
-        limit = int((self.case.memory_gib or 0.0) * GIB)
         try:
             self.step = self.run = build(self.contender, self.case, self.device.type, batch)
             for _ in range(2):
                 self.step()
-            peak = peak_bytes(self.step)
+            return peak_bytes(self.step), False
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            if taken_by_others(limit, self.device):
-                raise NotMeasurable(TAKEN) from error
-            self.step = self.run = None
-            return None
-        return None if self.device.type == "cpu" and peak > limit else peak
+            taken = taken_by_others(limit, self.device)
+        self.step = self.run = None
+        return None, taken
+
+    def _give_back(self) -> None:
+        """While this one waits, others look for the memory that they may have."""
+        if self.step is not None:
+            self.step.clear()
+        collect(self.device)
 
 
 def predicted_peak(step: Step) -> int | str:
