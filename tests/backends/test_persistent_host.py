@@ -121,7 +121,7 @@ def test_the_short_way_is_the_general_one(
         d_states = torch.randn(2, *call.h0_DBR.shape)
         grads = (torch.randn_like(found.output_TBO), d_states[0], d_states[1])
         grads = grads if call.cell == "lstm" else (*grads[:2], None)
-        result = (found.output_TBO, found.cells_TBE, found.kept)
+        result = [found.output_TBO, found.cells_TBE, found.kept]
         some = layer.backward(
             grads, (*inputs, weights), result, needs_input=True, needs_states=True
         )
@@ -156,7 +156,7 @@ def test_the_short_way_of_a_layer_that_is_not_small(
         some = layer.backward(
             (d_output, d_h_n, None),
             (*inputs, weights),
-            (found.output_TBO, found.cells_TBE, found.kept),
+            [found.output_TBO, found.cells_TBE, found.kept],
             needs_input=needs_input,
             needs_states=True,
         )

@@ -227,11 +227,9 @@ def backward(
     sums = _WeightGrads(x.dtype, len(every_piece) > 1)
     # both directions add to the input's gradient, and reach a time in different pieces
     adds = layer.directions == 2 and len(every_piece) > 1
-    d_input = None
+    d_input: Tensor | None = None
     alone = layer.directions == 1 and len(every_piece) == 1 and layer.masks[0] == Masks(None, None)
     at_once = alone and AtOnce.serves(layer.cell, x, hidden)
-    if ask.needs_input and not at_once:
-        d_input = torch.zeros_like(x) if adds else torch.empty_like(x)
     for piece in every_piece:
         a = layer.arguments(piece)
         states.pass_through(a, piece)
@@ -246,6 +244,13 @@ def backward(
                 a.gates[d] = layer.kept[d][start].data_ptr()
         d_gates: list[Tensor] = []  # those of the piece before are given back first
         d_gates = _undo(layer, every, a, piece)
+        if piece.last:  # nobody reads these any more, and the gradients may have their memory
+            gates.clear()
+            layer.kept.clear()
+            if ask.last:
+                result.kept.clear()
+        if d_input is None and ask.needs_input and not at_once:
+            d_input = torch.zeros_like(x) if adds else torch.empty_like(x)
         if at_once:
             weights = [part.contiguous() for part in call.flat_weights()]
             given = (d_gates[0], x, layer.h0, weights, layer.output)
@@ -258,7 +263,7 @@ def backward(
                 _input_grad(layer, own, d_gates[d], d, add=adds or d == 1)
             _weight_grads(layer, sums, d_gates[d], d, start, stop)
     # before the weights' gradients are rounded into new memory
-    del gates, d_gates
+    del d_gates
     layer.forget()
     d_h0, d_c0 = states.at_start()
     gru = layer.cell == "gru"

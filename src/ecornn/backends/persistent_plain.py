@@ -251,17 +251,20 @@ class PlainLayer:
         self,
         grads: tuple[Tensor | None, Tensor | None, Tensor | None],
         call: tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]],
-        result: tuple[Tensor, Tensor | None, Tensor | None],
+        result: list[Tensor | None],
         *,
         needs_input: bool,
         needs_states: bool,
         lengths: Tensor | None = None,
     ) -> PlainGrads:
         """Where `has_backward`. `grads` of output, h_n and c_n; `call`: input, states and weights;
-        `result`: output, cells and what was kept."""
+        `result`: output, cells and what was kept, a list that is emptied: if nobody else holds
+        these, the gradients have their memory."""
         flag = failure_flag()
         flag.check()
         (x, h0, c0, weights), (output, cells, kept) = call, result
+        assert output is not None
+        result.clear()
         grads = tuple(None if d is None else d.contiguous() for d in grads)  # type: ignore[assignment]
         b_ih = b_hh = 0
         if self.lstm and kept is None:
@@ -286,6 +289,7 @@ class PlainLayer:
             *self._backward_sizes,
         )
         self._backward(BackwardArguments.from_buffer_copy(packed))
+        del grads, cells, kept
         if lengths is not None:
             # beyond the ends the gates' gradients are zeros, and 0 · NaN would reach the weights
             beyond_TB = torch.arange(self.steps, device=x.device).unsqueeze(1) >= lengths

@@ -13,7 +13,7 @@ from ecornn.spec import GATES
 def scratch_of(call: LayerCall) -> Scratch:
     """At the moment at which most is there. Small ones are left out: states between pieces of time,
     sums of columns, copies of weights that are not aligned."""
-    return Scratch(_forward(call), _backward(call))
+    return Scratch(_forward(call), *_backward(call))
 
 
 def _forward(call: LayerCall) -> int:
@@ -29,24 +29,28 @@ def _forward(call: LayerCall) -> int:
     return call.directions * (shares + exchanged) * size
 
 
-def _backward(call: LayerCall) -> int:
+def _backward(call: LayerCall) -> tuple[int, int]:
     """The gates, where they are computed again, their gradients, and, of several pieces of time,
-    the weights' gradients in float32."""
+    the weights' gradients in float32: beside the layer's gradients, and before there are any. The
+    gates of the only piece are given back before."""
     steps, batch, hidden, size = _sizes(call)
     stored = 4 if call.cell in ("lstm", "gru") else 1
     again = stored == 4 and call.keep != "gates"
     pieces = recomputed_in(call) if again else []
     several = len(pieces) > 1
     rows = (pieces[0].steps if again else steps) * batch
-    values = call.directions * rows * stored * hidden * (2 if again else 1)
+    gates = call.directions * rows * stored * hidden
     width = padded(hidden, call.input_TBI.dtype)
-    if width != hidden:
-        values += call.directions * rows * GATES[call.cell] * width
-    values += rows * hidden  # the states that entered the first steps, with the initial one
+    exchanged = 0 if width == hidden else call.directions * rows * GATES[call.cell] * width
+    # and the states that entered the first steps, with the initial one
+    values = gates + rows * hidden
+    before = values + gates * again + exchanged
+    if several:
+        values = before
     if several and call.cell == "gru":
         values += rows * 3 * hidden  # a product that is copied into the gates
     sums = sum(w.w_ih.numel() + w.w_hh.numel() for w in call.weights) if several else 0
-    return values * size + sums * (4 - size)
+    return values * size + sums * (4 - size), before * size
 
 
 def _sizes(call: LayerCall) -> tuple[int, int, int, int]:

@@ -82,6 +82,9 @@ class BackwardRequest(NamedTuple):
     #: The batch is this many groups of equal size; each gets weight gradients of its own, in a
     #: leading dimension that does not exist for one group.
     samples: int = 1
+    #: Nobody else reads what the forward pass kept: its list may be emptied once it was read, so
+    #: that the gradients have its memory.
+    last: bool = False
 
 
 class CallGrads(NamedTuple):
@@ -94,14 +97,20 @@ class CallGrads(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Bytes that each pass of a call takes beside its results, and gives back."""
+    """Bytes that each pass of a call takes beside its results, and gives back; and those that the
+    backward pass takes while it has no results yet."""
 
     forward: int
     backward: int
+    before_gradients: int
+
+    def beside(self, gradients: int) -> int:
+        """What the backward pass takes at most beyond so many bytes of gradients."""
+        return max(self.backward, self.before_gradients - gradients)
 
 
 #: Of kernels that are not ours, where nobody counts it.
-NOT_KNOWN = Scratch(0, 0)
+NOT_KNOWN = Scratch(0, 0, 0)
 
 
 class Backend(Protocol):

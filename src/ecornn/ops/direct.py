@@ -53,12 +53,13 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        saved, n = ctx.saved_tensors, ctx.weights
-        x, h0, c0 = saved[:_WEIGHTS]
-        weights, rest = list(saved[_WEIGHTS : _WEIGHTS + n]), saved[_WEIGHTS + n :]
-        more, (output, cells, *kept) = rest[:_MORE], rest[_MORE:]
+        (x, h0, c0, *rest), n = ctx.saved_tensors, ctx.weights
+        weights, more, (output, cells, *kept) = rest[:n], rest[n : n + _MORE], rest[n + _MORE :]
         if all(grad is None for grad in grads):
             return (None,) * (1 + _WEIGHTS + n)
+        if not torch.is_grad_enabled():
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        del rest
         result = LayerResult(output, h0, None, cells if ctx.cells_exist else None, kept)
         call = (x, h0, c0, weights, *more, *ctx.constants)
         return (None, *layer_gradients(call, result, grads, needs_input=ctx.needs_input_grad[1]))
@@ -68,10 +69,10 @@ def layer_gradients(
     arguments: tuple[Any, ...], result: LayerResult, grads: tuple[Any, ...], *, needs_input: bool
 ) -> tuple[Tensor | None, ...]:
     """Of the input, the states and each weight; those that can be differentiated where that will be
-    done."""
+    done. The list of what the result kept may be emptied."""
     if not torch.is_grad_enabled():
         arrived = ResultGrads(*(None if g is None or g.dim() == 1 else g for g in grads))
-        ask = BackwardRequest(needs_input)
+        ask = BackwardRequest(needs_input, last=True)
         direct = by_name(arguments[-2]).backward(read_call(*arguments), result, arrived, ask)
         return (direct.input_TBI, direct.h0_DBR, direct.c0_DBH, *direct.weights)
     output, _, _, cells, kept = result
@@ -141,19 +142,22 @@ class _Plain(torch.autograd.Function):
         short = layer.has_backward and not special
         # hooks on saved tensors may have given any of them another form
         if short and layer.fits(x, h0, c0, weights, output, cells, kept, lengths):
+            result = [output, cells, kept]
+            del output, cells, kept
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
             direct = layer.backward(
                 grads,
                 (x, h0, c0, weights),
-                (output, cells, kept),
+                result,
                 needs_input=needed[1],
                 needs_states=needed[2] or needed[3],
                 lengths=lengths,
             )
             return (None, direct.input_TBI, direct.h0_DBR, direct.c0_DBH, None, *direct.weights)
         gates = [] if kept is None else [kept.view(layer.steps, layer.batch, -1)]
-        result = LayerResult(output, h0, None, cells, gates)
+        left = LayerResult(output, h0, None, cells, gates)
         arguments = (x, h0, c0, weights, None, lengths, None, None, *constants)
         d_x, d_h0, d_c0, *d_weights = layer_gradients(
-            arguments, result, (*grads, None), needs_input=needed[1]
+            arguments, left, (*grads, None), needs_input=needed[1]
         )
         return (None, d_x, d_h0, d_c0, None, *d_weights)

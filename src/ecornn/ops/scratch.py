@@ -22,11 +22,17 @@ def scratch_bytes(func: Any, args: Sequence[Any]) -> int:
     if func is FORWARD:
         return _of(args).forward
     if func is BACKWARD:
-        return _of(args[SAMPLES + 1 :]).backward
+        return _beside_gradients(args[SAMPLES - 1], args[SAMPLES + 1 :])
     if func is LINEAR_CROSS_ENTROPY:
         input_NH, weight_VH, *_ = args
         return scratch_of(len(input_NH), weight_VH, input_NH.dtype)
     return 0
+
+
+def _beside_gradients(needs_input: bool, args: Sequence[Any]) -> int:
+    x, _, _, weights, *_ = args
+    gradients = [*weights, x] if needs_input else weights
+    return _of(args).beside(sum(one.numel() * one.element_size() for one in gradients))
 
 
 def _of(args: Sequence[Any]) -> Scratch:
