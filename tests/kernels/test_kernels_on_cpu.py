@@ -20,6 +20,7 @@ from ecornn.backends import persistent_calls
 from ecornn.backends.overlap import backward_schedule, forward_schedule
 from ecornn.backends.pair_kernels import Pass
 from ecornn.backends.persistent_pair import PlainPair
+from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.backends.protocol import (
     BackwardRequest,
     CallGrads,
@@ -151,6 +152,54 @@ def test_a_layer_is_the_definition_s(
             assert_matches(one, other, bound)
     assert len(made) >= 2
     assert not any(launcher.failed for launcher in made)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("lstm", BF16, 64, 13, "one block"),
+        Case(
+            "lstm", BF16, 64, 3, "one block", width=1
+        ),  # shows a step's when the next is under way
+        Case("lstm", FP32, 24, 5, "cluster"),
+    ],
+    ids=str,
+)
+def test_gates_have_their_gradients_in_their_place(
+    case: Case, machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_place: list[bool] = []
+
+    class Noting(OnCpu):
+        def __call__(self, arguments: Any, stream: Any = None) -> None:
+            if self.geometry.tile.kernel == "backward":
+                in_place.append(arguments.gates[0] == arguments.d_gates[0])
+            super().__call__(arguments, stream)
+
+    monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
+    monkeypatch.setattr(persistent_calls, "launcher", lambda g, _: Noting(g, folder))
+    monkeypatch.setattr(shares, "MOST_WORK", {2: 0, 4: 0})
+    monkeypatch.setattr(small_gradients, "MOST_WORK", {2: 0, 4: 0})
+    multiplied_as(monkeypatch, case.numbers)
+    call = replace(case.call(), keep="states")
+    generator = torch.Generator().manual_seed(6)
+    d_output = torch.randn(STEPS, case.batch, case.hidden, generator=generator).to(case.dtype)
+    want, want_grads = run("persistent", call, ResultGrads(d_output, None, None, None))
+    layer, weights = PlainLayer(call), tuple(call.flat_weights())
+    inputs = (call.input_TBI, call.h0_DBR, call.c0_DBH)
+    found = layer.forward(*inputs, weights)
+    grads = layer.backward(
+        (d_output, None, None),
+        (*inputs, weights),
+        [found.output_TBO, found.cells_TBE, found.kept],
+        needs_input=True,
+        needs_states=True,
+    )
+    assert in_place == [False, True]
+    pairs = [(found.output_TBO, want.output_TBO)]
+    pairs += zip([*grads[:3], *grads.weights], [*want_grads[:3], *want_grads.weights], strict=True)
+    for one, other in pairs:
+        assert_matches(one, other.double(), tolerance(case.dtype, STEPS))
 
 
 @pytest.mark.parametrize(

@@ -267,11 +267,14 @@ class PlainLayer:
         result.clear()
         grads = tuple(None if d is None else d.contiguous() for d in grads)  # type: ignore[assignment]
         b_ih = b_hh = 0
-        if self.lstm and kept is None:
+        shape, again = self._d_gates_shape, self.lstm and kept is None
+        if again:
             kept = self._gates_again(x, h0, weights, output)
             b_ih, b_hh = (w.data_ptr() for w in weights[2:]) if len(weights) > 2 else (0, 0)
-        shape = self._d_gates_shape
-        d_gates = marked(shape, x) if self._d_gates_marked else x.new_empty(shape)
+        if self._d_gates_marked:
+            d_gates = marked(shape, x)
+        else:  # in the place of gates that are ours: each is read by the warp that writes there
+            d_gates = kept if again and kept is not None else x.new_empty(shape)
         d_h0 = torch.empty_like(h0)  # the kernel writes them in any case
         d_c0 = None if c0 is None else torch.empty_like(c0)
         dg, h, y = d_gates.data_ptr(), h0.data_ptr(), output.data_ptr()

@@ -91,9 +91,9 @@ LIMITS = (
         "a weight's gradient once a piece. Buffers up to 32 MiB are not cut for that reason: five "
         "pieces backwards and two forwards would hold 8.6, and take five more launches, each of "
         "which reads the weights anew: by the model (`launch_estimate`) 0.31 ms of a step of 1.7 "
-        "that takes too long beside keep=gates as it is. Since this was measured the gates are given "
-        "back before the gradients are made: 10 by arithmetic, of which 8 are the gates and their "
-        "gradients while the kernel runs",
+        "that takes too long beside keep=gates as it is. Since this was measured the gates are "
+        "given back before the gradients are made: 10 by arithmetic, of which 8 are the gates and "
+        "their gradients while the kernel runs",
         {"batch": (16,)},
     ),
     Limit(
