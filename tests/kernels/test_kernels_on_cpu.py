@@ -158,9 +158,8 @@ def test_a_layer_is_the_definition_s(
     "case",
     [
         Case("lstm", BF16, 64, 13, "one block"),
-        Case(
-            "lstm", BF16, 64, 3, "one block", width=1
-        ),  # shows a step's when the next is under way
+        # writes a step's when the next one is under way
+        Case("lstm", BF16, 64, 3, "one block", width=1),
         Case("lstm", FP32, 24, 5, "cluster"),
     ],
     ids=str,
