@@ -74,7 +74,7 @@ def test_it_is_unless_the_graph_is_retained(
     machine: Machine, seen: Seen, short: bool, keep: str, retained: bool
 ) -> None:
     machine.through_l2 = True  # gates' gradients are not in the gates' place
-    route, leaves = routed(make_call("lstm", keep=keep))
+    route, leaves = routed(make_call("lstm", 80, keep=keep))
 
     def results() -> Any:
         if short:
