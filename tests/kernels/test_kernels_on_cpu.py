@@ -90,6 +90,7 @@ CASES = (
     # weights partly in shared memory, from the middle of a row of tiles on
     Case("lstm", BF16, 128, 5, in_registers=1),
     Case("gru", FP32, 64, 9, in_registers=3, numbers="tf32"),
+    Case("lstm", BF16, 128, 5, in_registers=7, passing=1024),
     # every way to wait, of several pieces: sizes that end inside a tile, tiles abreast
     Case("lstm", BF16, 24, 17, polling="all"),
     Case("lstm", BF16, 24, 17, polling="all delayed"),

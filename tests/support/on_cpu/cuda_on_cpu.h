@@ -49,6 +49,7 @@ struct Warp {
   std::barrier<> meeting{32};
   unsigned a[32][4], b[32][2];
   unsigned value[2][32];
+  const unsigned short* rows[32];
   bool vote[32];
 };
 struct Cluster {
@@ -161,14 +162,6 @@ static inline void prefetch_exchanged(const void* address) {
   for (int d = 0; d < 2; ++d)
     inside |= at >= exchanged_from[d] && at + sizeof(Element) <= exchanged_to[d];
   outside += !inside;
-}
-
-// An asynchronous copy of `size` bytes, the first `there` of them from memory, the others zeros; both
-// ends must be multiples of its size.
-static inline void copy_on_cpu(void* to, const void* from, int size, int there) {
-  outside += (reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % size != 0;
-  std::memset(to, 0, size);
-  std::memcpy(to, from, there);
 }
 
 // c[16×8] += a · b over INNER elements, laid out over a warp as the instruction has them.

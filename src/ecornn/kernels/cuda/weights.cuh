@@ -69,8 +69,9 @@ struct Weights : Memory {
   //
   // A slot takes the first eight rows of a tile, lane by lane, and then the other eight. Its places
   // are the warp's own.
+  int own_places;  // opaque: (tid + c) & ~31 would be reckoned for every slot
   __device__ __forceinline__ uint4* slot_at(int slot, int half) const {
-    return weights() + (slot * 2 + half) * THREADS + warp * 32;
+    return weights() + (slot * 2 + half) * THREADS + own_places;
   }
 
   // VEC elements, of which the first `count` are there; zeros for the others. `whole`: all or none.
@@ -83,7 +84,7 @@ struct Weights : Memory {
                    : "memory");
       return;
     }
-#pragma unroll
+#pragma unroll 1
     for (int e = 0; e < VEC; ++e)
       reinterpret_cast<Element*>(to)[e] = e < count ? __ldg(from + e) : Element(0);
   }
@@ -108,6 +109,17 @@ struct Weights : Memory {
   }
   // A lane's unit of what the lanes of its q have copied.
   __device__ __forceinline__ uint4 copied(int slot, int half) const {
+#if DTYPE <= 1
+    // matrix j of four is rows 2j and 2j + 1 of every q
+    const int row = lane % 8;
+    const uint4* const at = slot_at(slot, half) + (lane / 8 * 2 + row % 2) * 4 + row / 2;
+    uint4 found;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
+                 : "r"(shared_address(at))
+                 : "memory");
+    return found;
+#endif
     union {
       uint4 all;
       Element each[VEC];
@@ -150,6 +162,8 @@ struct Weights : Memory {
 
   // The matrix begins where a vector can be copied from.
   __device__ __forceinline__ void load_weights(const Element* matrix) {
+    own_places = warp * 32;
+    asm("" : "+r"(own_places));
 #pragma unroll
     for (int first = 0; first < IN_REGISTERS; first += SLOTS) {
       copy_tiles(matrix, first, min(SLOTS, IN_REGISTERS - first));
