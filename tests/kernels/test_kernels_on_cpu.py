@@ -30,7 +30,7 @@ from ecornn.backends.protocol import (
 )
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import gradients as small_gradients
-from ecornn.kernels.persistent import shares, tile
+from ecornn.kernels.persistent import shares
 from ecornn.kernels.persistent.choose import Request
 from ecornn.kernels.persistent.floor import FloorArguments
 from ecornn.kernels.persistent.tile import POLLING, Geometry
@@ -55,9 +55,6 @@ pytestmark = [
     pytest.mark.no_cover,
 ]
 
-#: Bytes that a tile of weights of each of four warps takes on its way: four for eight or ten tiles
-#: of every warp, the last of which are fewer.
-SLOT = 4096
 CASES = (
     Case("lstm", BF16, 129, 9),
     Case("lstm", BF16, 24, 17, pieces=True),
@@ -73,8 +70,8 @@ CASES = (
     # sequences repeated, so that all lanes have work: every cell, both widths, a last group that is
     # not full, units that end inside a warp's, several items of a thread
     Case("lstm", BF16, 64, 3, "one block", width=1),
-    Case("lstm", BF16, 60, 3, "one block", width=2, directions=2, features=True, passing=4 * SLOT),
-    Case("gru", FP32, 24, 3, "one block", width=2, features=True, pieces=True, passing=4 * SLOT),
+    Case("lstm", BF16, 60, 3, "one block", width=2, directions=2, features=True),
+    Case("gru", FP32, 24, 3, "one block", width=2, features=True, pieces=True),
     Case("rnn_tanh", BF16, 40, 2, "one block", width=1, features=True),
     Case("rnn_relu", FP32, 33, 3, "one block", width=2),
     Case("lstm", FP32, 64, 1, "one block", width=1, numbers="tf32"),
@@ -90,7 +87,7 @@ CASES = (
     # weights partly in shared memory, from the middle of a row of tiles on
     Case("lstm", BF16, 128, 5, in_registers=1),
     Case("gru", FP32, 64, 9, in_registers=3, numbers="tf32"),
-    Case("lstm", BF16, 128, 5, in_registers=7, passing=1024),
+    Case("lstm", BF16, 128, 5, in_registers=7),
     # every way to wait, of several pieces: sizes that end inside a tile, tiles abreast
     Case("lstm", BF16, 24, 17, polling="all"),
     Case("lstm", BF16, 24, 17, polling="all delayed"),
@@ -120,8 +117,6 @@ def test_a_layer_is_the_definition_s(
         made.append(OnCpu(geometry, folder))
         return made[-1]
 
-    if case.passing is not None:
-        monkeypatch.setattr(tile, "PASSING_BYTES", case.passing)
     monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
     monkeypatch.setattr(persistent_calls, "launcher", launcher)
     monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1 if case.pieces else 1 << 30)

@@ -51,8 +51,6 @@ class Case(NamedTuple):
     rounded: bool = True
     #: Of a warp's tiles, counted chunk by chunk, in registers; all that fit if None.
     in_registers: int | None = None
-    #: So much shared memory that all weights do not pass through it at once.
-    passing: int | None = None
 
     def __str__(self) -> str:
         named = ("features", "pieces")
@@ -63,7 +61,6 @@ class Case(NamedTuple):
         more += [self.polling] if self.polling != "first" else []
         more += [] if self.rounded else ["rounded by readers"]
         more += [] if self.in_registers is None else [f"{self.in_registers} in registers"]
-        more += [] if self.passing is None else [f"through {self.passing} bytes"]
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
         return "-".join([self.cell, dtype, size, self.regime, *more])

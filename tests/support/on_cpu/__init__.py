@@ -61,15 +61,6 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
         ('asm volatile("cp.async.commit', '"memory");', "commit_on_cpu();"),
         ('asm volatile("cp.async.wait', '"memory");', "await_on_cpu(COUNT);"),
     ],
-    "weights.cuh": [
-        (
-            'asm volatile("cp.async.cg',
-            '"memory");',
-            "copy_on_cpu(to, from, 16, bytes);",
-        ),
-        ('asm volatile("ldmatrix', '"memory");', "found = ldmatrix_on_cpu(at);"),
-        ('asm("" : "+r"', ";", ""),
-    ],
     "multiply.cuh": [('asm("" : "+l"', ";", "")],
     "sequence.cuh": [('asm("" : "+r"', ";", "")],
     "stream.cuh": [

@@ -16,19 +16,9 @@ constexpr int RECEIVED_BYTES = OWNERS > 1 ? OWNERS * SEQUENCES * OWN_ROWS * 4 : 
 constexpr int STAGE_BYTES = !GRID && CLUSTER > 1 ? WARPS * INNER * 32 * int(sizeof(Element)) : 0;
 // what a step reads from memory; see stream.cuh
 constexpr int STREAM_BYTES = AHEAD * ITEMS * PARTS * THREADS * int(sizeof(Element));
-constexpr int LAID_OUT_BYTES = WEIGHT_BYTES + 2 * VECTOR_BYTES + PARTIAL_BUFFERS * PARTIAL_BYTES +
-                               2 * RECEIVED_BYTES + STREAM_BYTES + STAGE_BYTES + 16;
-// Before all that, weights that will be in registers pass through: a tile of each warp to a slot,
-// and as many slots at least as PASSING_BYTES have; see weights.cuh. Where that is more than stands
-// here later, weights take so many registers that no more blocks would run beside each other.
-constexpr int SLOT_BYTES = 2 * THREADS * 16, MOST_SLOTS = PASSING_BYTES / SLOT_BYTES;
-constexpr int LEAST_SLOTS = IN_REGISTERS < MOST_SLOTS ? IN_REGISTERS : MOST_SLOTS;
-static_assert(SHARED_BYTES == (LAID_OUT_BYTES > LEAST_SLOTS * SLOT_BYTES + 16
-                                   ? LAID_OUT_BYTES
-                                   : LEAST_SLOTS * SLOT_BYTES + 16),
+static_assert(SHARED_BYTES == WEIGHT_BYTES + 2 * VECTOR_BYTES + PARTIAL_BUFFERS * PARTIAL_BYTES +
+                                  2 * RECEIVED_BYTES + STREAM_BYTES + STAGE_BYTES + 16,
               "the host reckons another size of shared memory");
-constexpr int ROOM = (SHARED_BYTES - 16) / SLOT_BYTES;
-constexpr int SLOTS = ROOM < IN_REGISTERS ? ROOM : IN_REGISTERS;
 
 extern __shared__ __align__(16) u8 shared[];
 

@@ -20,9 +20,6 @@ TILE_SEQUENCES = 8
 #: Bytes of the inner dimension that the four lanes of a row load at once.
 CHUNK_BYTES = 64
 
-#: Of shared memory at least, where weights need so much to pass through before the first step.
-PASSING_BYTES = 64 << 10
-
 #: Steps that values are asked for before they are used; as in `items.cuh`.
 AHEAD = 2
 
@@ -128,14 +125,7 @@ class Tile:
             stage = self.threads * self.inner * self.element_bytes
         stream = AHEAD * self.items * self._parts * self.threads * self.element_bytes
         sums = self.partial_buffers * partial + 2 * received
-        laid_out = weight_bytes + 2 * vectors + sums + stream + stage
-        return max(laid_out, self._passing_bytes) + 16
-
-    @property
-    def _passing_bytes(self) -> int:
-        """What weights pass through at least, on their way to registers."""
-        slot = 2 * self.threads * 16
-        return min(self.in_registers, PASSING_BYTES // slot) * slot
+        return weight_bytes + 2 * vectors + sums + stream + stage + 16
 
     @property
     def _parts(self) -> int:
@@ -197,7 +187,6 @@ class Tile:
             "RAGGED": int(self.ragged),
             "ROUNDED": int(self.rounded and self._exchanges_tf32_gradients),
             "POLLING": POLLING.index(self.polling),
-            "PASSING_BYTES": PASSING_BYTES,
             "SHARED_BYTES": self.shared_bytes,
         }
         return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))
