@@ -72,6 +72,9 @@ class EchoBackend:
         self.beside_s, self.common = beside_s, common or CommonInputs()
         self.among_others, self.within_step = among_others, within_step
         self.written_later = written_later
+        #: The budget is not the caller's but what a step was planned with: for other sizes that do
+        #: not fit it the least is taken.
+        self.or_least = False
         self.report = Report()
         #: What runs, for those who rehearse it; the latest last. None: nobody will.
         self.recorded: list[Recorded] | None = None
@@ -130,7 +133,7 @@ class EchoBackend:
         memory = self.options.memory
         part = self.among_others or self.within_step or self.calls > 1
         if told.codegen != "inductor" or memory.kind == "auto" or part or not asks(inputs):
-            return Aim(memory)
+            return Aim(memory, or_least=self.or_least)
         from ecornn.echo.ahead import Ahead
 
         def partition(told: GraphReport, recorded: Recorded, aim: Aim) -> _Partition:
@@ -304,6 +307,10 @@ def one_by_one(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[
     each value is given up after its last use: nobody but the graph holds what was kept."""
     from torch.fx import graph as fx_graph
 
+    # of some operators torch foretells other strides than they have, such as a batch norm of what
+    # is transposed; then there may be no view
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     if hasattr(fx_graph, "_BoxedCodeGen"):
         module.graph.set_codegen(fx_graph._BoxedCodeGen())
         module.recompile()

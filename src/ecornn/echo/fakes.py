@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from ecornn.echo import ctc
 from ecornn.echo.cudnn import in_one_memory, room_of_cudnn
+from ecornn.echo.onednn import workspace_bytes
 from ecornn.ops.scratch import scratch_bytes
 
 aten = torch.ops.aten
@@ -80,6 +81,12 @@ def _cudnn_rnn_backward(*args: Any) -> tuple[tuple[Any, ...], int]:
     return made, room_of_cudnn(*args[:6], *args[10:20]).backward
 
 
+def _onednn_rnn(*args: Any) -> tuple[tuple[Any, ...], int]:
+    """What it keeps for the backward pass is nothing by torch's own description."""
+    *made, _ = _meta_registrations.mkldnn_rnn_layer(*args)
+    return (*made, args[0].new_empty(workspace_bytes(*args), dtype=torch.uint8)), 0
+
+
 def _onednn_rnn_backward(*args: Any) -> tuple[tuple[Any, ...], int]:
     """torch's own description has one memory for the gradients of both biases, until it is read
     from a cache that does not know of that; on a CPU they are two."""
@@ -98,6 +105,7 @@ if hasattr(aten, "_use_miopen_ctc_loss"):
     CTC[aten._use_miopen_ctc_loss] = ctc.use_miopen_ctc_loss
 ONEDNN: dict[Any, Fake] = {}
 if hasattr(_meta_registrations, "mkldnn_rnn_layer_backward"):
+    ONEDNN[aten.mkldnn_rnn_layer] = _onednn_rnn
     ONEDNN[aten.mkldnn_rnn_layer_backward] = _onednn_rnn_backward
 #: What these take is measured on the GPU.
 CUDNN: dict[Any, Fake] = {

@@ -46,13 +46,15 @@ from ecornn.echo.rehearse import rehearsed, why_several_graphs
 from ecornn.echo.report import GraphReport
 from ecornn.echo.starts import Beginnings
 from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
-from ecornn.echo.twin import alone, device_of
+from ecornn.echo.twin import alone, device_of, has_hooks_on_what_is_kept
 from ecornn.ops.keeping import keeping_states_alone
 
 #: What the host takes for one call of a compiled part and its backward pass, beside launches. An
 #: estimate on the low side, not timed by itself: a translator's step of 50 such calls took 75 to
 #: 105 ms on hosts of H200s, replayed from a graph 18.
 CALL_S = 1e-3
+#: Beside why a call ran as it is written.
+NOT_WITHIN = "; calls within a checkpoint, or other hooks on saved tensors, are not counted"
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,11 @@ class Regions:
         self.beginnings.note(self.model, calls)
 
     def _counted_wet(self, args: Any, kwargs: Any) -> Any:
-        """One call of the model as it is, its parts' calls counted."""
+        """One call of the model as it is, its parts' calls counted. Not within a checkpoint of the
+        caller's, whose second run of the model must be like the first."""
+        if has_hooks_on_what_is_kept():
+            self.why_wet = f"{(self.why_wet or '').removesuffix(NOT_WITHIN)}{NOT_WITHIN}"
+            return self.model(*args, **kwargs)
         with counted(self.model, compare=False) as calls:
             result = self.model(*args, **kwargs)
         self._settle(calls.counts)
@@ -311,6 +317,7 @@ class Regions:
         if known is None or (not inside and known[0] != part.forward):
             asked = self.step.way.parts[path] if self.step else self.options.memory
             backend = self._backend_of(path, asked)
+            backend.or_least = self.step is not None
             self._backends[path] = backend
             run = alone(part.forward if self.divided else part)
             compiled = for_what_is_trained(run, backend, self.dynamic, part)

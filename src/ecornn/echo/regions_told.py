@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 def told_of_regions(regions: Regions) -> list[str]:
     """How the model was divided, in sentences."""
     if regions.calls is None:
+        if regions.why_wet is not None:
+            return [f"nothing is compiled yet, the model runs as it is written: {regions.why_wet}"]
         return ["not called yet: nothing is compiled"]
     own = [] if regions.own is None else regions.own.told()
     if regions.why_not_own is not None:

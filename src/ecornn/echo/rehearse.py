@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import Unsupported, UserError
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -37,6 +38,7 @@ from ecornn.echo.twin import (
     device_of,
     keeping_unseen,
     leaving_no_trace,
+    without_hooks_on_what_is_kept,
     without_numbers,
 )
 from ecornn.echo.weight_sums import WeightSums
@@ -130,7 +132,7 @@ class Rehearsal:
     def step(self, functions: Functions | None) -> Rehearsed:
         """`functions`: replaces functions while the model is called."""
         ledger = self.mode.ledger
-        with _understood(), self._model_call.around():
+        with _understood(), self._model_call.around(), without_hooks_on_what_is_kept():
             if not self._traced:  # the first call is for torch to trace the compiled parts
                 self._called_model(functions)
                 self._traced = True
@@ -256,6 +258,7 @@ class _Part(torch.autograd.Function):
         returned = rehearsal._run(part.forward, list(given))
         results, kept = returned[: part.results], returned[part.results :]
         ctx.rehearsal, ctx.part = rehearsal, part
+        ctx.formats = [suggest_memory_format(r) if isinstance(r, Tensor) else None for r in results]
         ctx.numbers = [value for value in kept if not isinstance(value, Tensor)]
         ctx.save_for_backward(*(value for value in kept if isinstance(value, Tensor)))
         ctx.mark_non_differentiable(*(r for r in results if not _differentiable(r)))
@@ -263,9 +266,15 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> Any:
-        with ctx.rehearsal.mode:  # as AOTAutograd does: what is expanded takes memory of its own
+        # as AOTAutograd does: what lies otherwise than the result takes memory of its own, such as
+        # what is expanded
+        with ctx.rehearsal.mode:
             given = tangents[0] if isinstance(tangents[0], list) else tangents
-            arriving = [t.contiguous() if 0 in t.stride() else t for t in given if t is not None]
+            arriving = [
+                tangent.contiguous(memory_format=format)
+                for tangent, format in zip(given, ctx.formats, strict=True)
+                if tangent is not None
+            ]
         arguments = [*ctx.numbers, *ctx.saved_tensors, *arriving]
         ctx.maybe_clear_saved_tensors()
         arriving.clear()

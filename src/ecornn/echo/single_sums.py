@@ -40,13 +40,17 @@ def without_single_sums(joint: fx.GraphModule) -> int:
 def _factor_of(total: fx.Node) -> fx.Node | None:
     """Of a sum over the classes of what torch's `nll_loss_backward` makes: a column, by which it
     multiplies rows with one -1. That there is one is known of this operator alone: whoever writes
-    the same rows by hand may have classes that do not exist."""
+    the same rows by hand may have classes that do not exist. Rows of a single class are a column
+    too, and one of as many classes as the call says may be."""
     product: Any = total.args[0]
     if total.args[1:] != ([1], True) or total.kwargs:
         return None
     # by its name: graphs are copied before they come here, and what they say of operators with them
     made_by = str(product.meta.get("original_aten"))
     if made_by != str(aten.nll_loss_backward.default) or product.target is not aten.mul.Tensor:
+        return None
+    form = _form(product)
+    if form is None or len(form) != 3 or not isinstance(form[1], int) or form[1] == 1:
         return None
     for factor in product.args:
         if _is_column(factor) and _form(factor) == _form(total):

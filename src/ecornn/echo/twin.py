@@ -92,5 +92,27 @@ def keeping_unseen() -> AbstractContextManager[None]:
     return hooks
 
 
+def has_hooks_on_what_is_kept() -> bool:
+    """A checkpoint's, for one."""
+    hooks: Any = torch._C._autograd
+    return hooks._top_saved_tensors_default_hooks(True) is not None
+
+
+@contextmanager
+def without_hooks_on_what_is_kept() -> Iterator[None]:
+    """The same for what has hooks of its own, which need the very tensors: those from outside are
+    taken off meanwhile."""
+    taken: list[tuple[Any, Any]] = []
+    hooks: Any = torch._C._autograd
+    while (innermost := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(innermost)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor

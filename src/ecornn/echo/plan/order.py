@@ -106,14 +106,20 @@ def replayed(passes: Passes, order: Order) -> Graph:
         if operation.kind in GIVEN and i not in arriving:
             run(i)
     results: list[int | None] = []
+
+    def arrive() -> None:
+        # the results of the forward pass are those of this moment
+        results.extend(None if r is None else latest[r] for r in _results(passes))
+        for tangent in arriving:
+            run(tangent)
+        arriving.clear()
+
     for i in order:
         if i in passes.backward and arriving:
-            # the results of the forward pass are those of this moment
-            results = [None if r is None else latest[r] for r in _results(passes)]
-            for tangent in arriving:
-                run(tangent)
-            arriving = []
+            arrive()
         run(i)
+    if arriving:  # the backward pass has no operation: the gradients that arrive are the inputs'
+        arrive()
     returned = passes.graph.outputs[passes.forward_outputs :]
     results += [None if r is None else latest[r] for r in returned]
     return Graph(tuple(steps), tuple(storages), tuple(results))
