@@ -233,15 +233,7 @@ def backward(
     for piece in every_piece:
         a = layer.arguments(piece)
         states.pass_through(a, piece)
-        for d in range(layer.directions):
-            start, stop = piece.times(descending=d == 0)
-            if recomputes:
-                layer.recompute(d, start, stop, gates[d][: piece.steps * batch])
-                a.gates[d] = gates[d].data_ptr()
-                if (biases := layer.biases[d]) is not None:
-                    a.b_ih[d], a.b_hh[d] = (b.data_ptr() for b in biases)
-            elif layer.kept:
-                a.gates[d] = layer.kept[d][start].data_ptr()
+        _give_gates(layer, a, piece, gates)
         d_gates: list[Tensor] = []  # those of the piece before are given back first
         d_gates = _undo(layer, every, a, piece)
         if piece.last:  # nobody reads these any more, and the gradients may have their memory
@@ -273,6 +265,19 @@ def backward(
         d_c0,
         [g for d, w in enumerate(call.weights) for g in sums.of(d, w, hidden, gru)],
     )
+
+
+def _give_gates(layer: _Layer, a: BackwardArguments, piece: Piece, again: list[Tensor]) -> None:
+    """A launch reads what was kept, or what is computed again here, into `again`."""
+    for d in range(layer.directions):
+        start, stop = piece.times(descending=d == 0)
+        if again:
+            layer.recompute(d, start, stop, again[d][: piece.steps * layer.batch])
+            a.gates[d] = again[d].data_ptr()
+            if (biases := layer.biases[d]) is not None:
+                a.b_ih[d], a.b_hh[d] = (b.data_ptr() for b in biases)
+        elif layer.kept:
+            a.gates[d] = layer.kept[d][start].data_ptr()
 
 
 def _undo(layer: _Layer, every: list[Launch], a: BackwardArguments, piece: Piece) -> list[Tensor]:
