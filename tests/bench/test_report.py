@@ -42,7 +42,7 @@ def test_no_files_make_a_page_that_says_so() -> None:
 
 def test_times_and_ratios_come_from_the_rows() -> None:
     page = render({"cpu-imaginary.json": plain((2.5, 6.0), (2.0, 9.0))})
-    assert "## cpu-imaginary.json" in page
+    assert "## Recurrent layers on the CPU: cpu-imaginary.json\n" in page
     assert "cpu Imaginary; threads 2; torch 9.9" in page
     assert "| layer | ecornn | torch.nn | torch.nn ÷ ecornn |" in page
     assert f"| {PLAIN} | 2.50 ± 4% / 6.00 ± 3% | 2.00 ± 5% / 9.00 ± 2% | 0.80× / 1.50× |" in page
@@ -169,7 +169,8 @@ def test_rows_without_figures_and_rows_of_earlier_runs_are_named() -> None:
     bad = results(Row(MIXED, "ecornn packed", {"failed": reason}), date="2001")
     page = render({"x.json": merge(plain((1, 1), (1, 1)), bad)})
     assert f"- ecornn packed, {MIXED}: RuntimeError: a\\|b &lt;c>" in page
-    assert f"- ecornn, {PLAIN}: date 2000-01-01" in page
+    assert "Measured in an earlier run: 2 of 3 rows" in page
+    assert f"- date 2000-01-01T00:00:00+00:00\n  - {PLAIN}: ecornn, torch.nn\n" in page
 
 
 def test_the_page_is_written_from_a_folder(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from ecornn.bench.compare import Judgement, by_target, tally, worst
 from ecornn.bench.limits import why_missed
 from ecornn.bench.results import Results, Scalar
 
+#: Where a table has no figure.
+NONE = "–"
+
 
 def listed(environment: Mapping[str, Scalar]) -> str:
     return "; ".join(f"{k} {v}" for k, v in environment.items() if v is not None)
@@ -20,7 +23,7 @@ def digits(value: float) -> str:
 
 
 def figure(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+    return NONE if value is None else form.format(value)
 
 
 def both(texts: Iterable[str]) -> str:
@@ -44,16 +47,31 @@ def troubles(results: Results) -> str:
         for row in results.rows
         if row.trouble is not None
     ]
-    return "Without figures\n\n" + "\n".join(lines) + "\n" if lines else ""
+    return "### Without figures\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def folded(title: str, body: str) -> str:
+    """What few want to see, behind its title."""
+    return f"<details><summary>{escaped(title)}</summary>\n\n{body}\n</details>\n"
 
 
 def earlier(results: Results) -> str:
+    """Rows of other runs than the file's last, those of one run together."""
+    runs: dict[str, dict[str, list[str]]] = {}
+    for row in results.rows:
+        if row.environment:
+            cases = runs.setdefault(listed(row.environment), {})
+            cases.setdefault(str(row.case), []).append(row.contender)
+    if not runs:
+        return ""
     lines = [
-        f"- {row.contender}, {row.case}: {listed(row.environment)}"
-        for row in results.rows
-        if row.environment
+        f"- {run}\n" + "".join(f"  - {case}: {', '.join(names)}\n" for case, names in cases.items())
+        for run, cases in runs.items()
     ]
-    return "Measured in an earlier run\n\n" + "\n".join(lines) + "\n" if lines else ""
+    count = sum(bool(row.environment) for row in results.rows)
+    return folded(
+        f"Measured in an earlier run: {count} of {len(results.rows)} rows", "".join(lines)
+    )
 
 
 def judged(judgements: Sequence[Judgement]) -> str:
@@ -64,22 +82,27 @@ def judged(judgements: Sequence[Judgement]) -> str:
         [target.name, str(target), tally(found), figure(worst(found), f"{{:.2f}}{target.unit}")]
         for target, found in by_target(judgements)
     ]
-    title = f"Targets, over their cases: {tally(judgements)}\n"
-    return f"{title}\n{table(['of', 'target', 'cases', 'worst'], body)}{_missed(judgements)}"
+    every = folded("Each target", table(["of", "target", "cases", "worst"], body))
+    head = f"### Targets\n\nOver their cases: {tally(judgements)}.\n"
+    return f"{head}\n{every}{_missed(judgements)}"
 
 
 def _missed(judgements: Sequence[Judgement]) -> str:
-    """Each case that misses its target, with what is known of the reason."""
-    body = [
-        [
-            "all" if one.case is None else str(one.case),
-            str(one.target),
-            one.reason if one.found is None else f"{one.found:.2f}{one.target.unit}",
-            why_missed(one) or "not known",
-        ]
-        for one in judgements
-        if one.outcome == "failed"
-    ]
-    if not body:
+    """The cases that miss their target, by what is known of the reason."""
+    reasons: dict[str, list[list[str]]] = {}
+    for one in judgements:
+        if one.outcome == "failed":
+            reasons.setdefault(why_missed(one) or "not known", []).append(
+                [
+                    "all" if one.case is None else str(one.case),
+                    str(one.target),
+                    one.reason if one.found is None else f"{one.found:.2f}{one.target.unit}",
+                ]
+            )
+    if not reasons:
         return ""
-    return f"\nMissed, and why\n\n{table(['case', 'target', 'found', 'what limits it'], body)}"
+    parts = [
+        f"{table(['case', 'target', 'found'], body)}\nWhy: {escaped(why)}.\n"
+        for why, body in reasons.items()
+    ]
+    return "\n#### Missed, and why\n\n" + "\n".join(parts)

@@ -91,14 +91,23 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Page to write.", show_default="docs/results.md")
     ] = None,
+    readme: Annotated[
+        Path | None,
+        typer.Option(
+            help="File whose figures are made anew too.",
+            show_default="README.md, where --out is not given",
+        ),
+    ] = None,
 ) -> None:
-    """Make docs/results.md and its plots anew from the files of results."""
-    from ecornn.bench.report import PAGE, RESULTS, write_report
+    """Make docs/results.md, its plots and the README's figures anew from the files of results."""
+    from ecornn.bench.report import PAGE, README, RESULTS, write_report
 
     page = out or PAGE
+    readme = README if readme is None and out is None else readme
     with bad_input_told():
-        made = write_report(results or RESULTS, page)
-    typer.echo(f"{page}: made from {made.files} file{'' if made.files == 1 else 's'}")
+        made = write_report(results or RESULTS, page, readme)
+    for written in (page, *([] if readme is None else [readme])):
+        typer.echo(f"{written}: made from {made.files} file{'' if made.files == 1 else 's'}")
     for plot in made.plots:
         typer.echo(f"{plot}: {'drawn' if made.not_drawn is None else 'not drawn'}")
     if made.not_drawn is not None:

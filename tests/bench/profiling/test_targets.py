@@ -94,7 +94,7 @@ def test_the_page_has_the_figures() -> None:
     lost = {"peak_bytes": 2000, "rows_bytes": 2000, "failed": "killed, after 9 s"}
     rows = (Row(NMT, OURS, GOOD), Row(SPEECH, OURS, lost))
     page = render({"profiler-imaginary.json": results(*rows, benchmark="profiler")})
-    assert "## profiler-imaginary.json" in page
+    assert "## The memory profiler: profiler-imaginary.json\n" in page
     assert "| nmt-50 | 128 | 0.0 | 0.0 | +1.00% |" in page
     assert "| 16 | 98 | 100 | -2.0% | 102 | 100 | +2.0% |" in page
     assert "| nmt-50 | 10.0 ± 1% | – | 20.0 | 2.00× | 34.0 | 3.40× | 10.2 ± 1% | 1.015× |" in page

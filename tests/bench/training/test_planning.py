@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
+from ecornn.bench.report import render
 from ecornn.bench.results import Results, Row
 from ecornn.bench.training import planning
 from ecornn.bench.training.cases import planned_case
 from ecornn.bench.training.contenders import ECHO
 from ecornn.bench.training.measure import EFFORTS, Measurement
-from ecornn.bench.training.report import training_section
 from ecornn.bench.training.targets import PLAN
 
 
@@ -61,8 +61,7 @@ def test_it_has_a_place_among_the_results() -> None:
         "exact_graphs": 6,
     }
     assert planned_case().matches(PLAN)
-    page = training_section(
-        "echo", Results("echo", {"gpu": "none"}, (Row(planned_case(), "echo", metrics),))
-    )
+    row = Row(planned_case(), "echo", metrics)
+    page = render({"echo-imaginary.json": Results("echo", {"gpu": "none"}, (row,))})
     assert "15,113" in page
     assert "plan_s of echo ≤ 10" in page

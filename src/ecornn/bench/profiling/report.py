@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ecornn.bench.compare import judge
-from ecornn.bench.markdown import digits, earlier, figure, judged, listed, table, troubles
-from ecornn.bench.profiling.targets import PROFILER_TARGETS
+from ecornn.bench.markdown import NONE, digits, figure, table
 from ecornn.bench.results import Results, Row
 from ecornn.bench.training.cases import ModelCase
 
 MIB = 2**20
-NONE = "–"
 
 Cell = Callable[[Row], str]
 #: Columns of what was asked, not found.
 ASKED = ("batch", "limit GiB")
 
 
-def profiler_section(name: str, results: Results) -> str:
-    parts = [f"## {name}\n", f"{listed(results.environment)}.\n"]
-    parts += [f"{title}\n\n{table(heads, lines)}" for title, heads, lines in tables(results.rows)]
-    parts += [troubles(results), earlier(results)]
-    parts.append(judged(judge(results, PROFILER_TARGETS)))
-    return "\n".join(part for part in parts if part)
+def profiler_parts(results: Results) -> list[str]:
+    return [f"### {title}\n\n{table(heads, lines)}" for title, heads, lines in tables(results.rows)]
 
 
 def tables(rows: Iterable[Row]) -> Iterator[tuple[str, list[str], list[list[str]]]]:

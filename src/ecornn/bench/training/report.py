@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ecornn.bench.compare import judge, ratio
-from ecornn.bench.markdown import digits, earlier, escaped, figure, judged, listed, table, troubles
+from ecornn.bench.compare import ratio
+from ecornn.bench.markdown import NONE, digits, escaped, figure, table
 from ecornn.bench.results import Results, Row, rows_by_case
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import EAGER, GRAPH
-from ecornn.bench.training.targets import ECHO_TARGETS
 
 MIB = 2**20
 
@@ -18,12 +17,11 @@ Rows = Mapping[str, Row]
 Column = tuple[str, Callable[[Row, Rows], str]]
 
 
-def training_section(name: str, results: Results) -> str:
-    parts = [f"## {name}\n", f"{listed(results.environment)}.\n"]
-    parts += [f"{title}\n\n{table(heads, lines)}" for title, heads, lines in tables(results.rows)]
-    parts += [_wrong(results), troubles(results), earlier(results)]
-    parts.append(judged(judge(results, ECHO_TARGETS)))
-    return "\n".join(part for part in parts if part)
+def training_parts(results: Results) -> list[str]:
+    parts = [
+        f"### {title}\n\n{table(heads, lines)}" for title, heads, lines in tables(results.rows)
+    ]
+    return [*parts, _wrong(results)]
 
 
 def tables(rows: Iterable[Row]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -53,10 +51,9 @@ def _wrong(results: Results) -> str:
         for row in results.rows
         if "wrong" in row.metrics
     ]
-    return "Unlike eager\n\n" + "\n".join(lines) + "\n" if lines else ""
+    return "### Unlike eager\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
-NONE = "–"
 TITLES = {
     "step": "{case}: a training step, median ± distance between the quartiles",
     "batch": "{case}: the largest batch that fits",
