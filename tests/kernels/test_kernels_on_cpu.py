@@ -93,6 +93,9 @@ CASES = (
     Case("lstm", BF16, 24, 17, polling="all delayed"),
     Case("gru", BF16, 64, 9, polling="all", features=True),
     Case("gru", FP32, 24, 9, "L2 and clusters", polling="all delayed", numbers="tf32"),
+    # marks asked for ahead, both ways, as far as there are any
+    Case("lstm", BF16, 24, 17, marks_ahead=4),
+    Case("gru", FP32, 24, 9, "L2 and clusters", directions=2, marks_ahead=3),
     # on the ordinary units: every cell, regime and width, of which all but 8 leave columns out
     Case("lstm", FP32, 129, 2, "L2 and clusters", width=2, numbers="ieee"),
     Case("gru", FP32, 24, 9, "L2 and clusters", features=True, numbers="ieee"),
@@ -166,10 +169,10 @@ def test_gates_have_their_gradients_in_their_place(
     in_place: list[bool] = []
 
     class Noting(OnCpu):
-        def __call__(self, arguments: Any, stream: Any = None) -> None:
+        def __call__(self, arguments: Any, stream: Any = None, *, early: bool = False) -> None:
             if self.geometry.tile.kernel == "backward":
                 in_place.append(arguments.gates[0] == arguments.d_gates[0])
-            super().__call__(arguments, stream)
+            super().__call__(arguments, stream, early=early)
 
     monkeypatch.setattr(persistent_calls, "geometry", case.geometry)
     monkeypatch.setattr(persistent_calls, "launcher", lambda g, _: Noting(g, folder))

@@ -67,7 +67,31 @@ def test_more_weights_in_registers_are_measured_as_far_as_they_hardly_spill(
         assert f"{more.tile.in_registers} of 32 in registers" in explain(more, 1024)
     whole = replace(known, tile=replace(tile, register_tiles=4))
     assert tune.register_ways(whole, "sm_90a") == []
-    assert tune.near(known, "sm_90a") == [known, *found]
+    near = tune.near(known, "sm_90a")
+    assert near[0] == known
+    assert near == [way for one in (known, *found) for way in tune.marks_ways(one)]
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_ways_to_ask_for_marks_are_measured_where_there_are_marks(kernel: str) -> None:
+    through_l2 = measured(Request(kernel, "lstm", "bf16", 1024, 16))
+    within = measured(Request(kernel, "lstm", "bf16", 256, 16))
+    assert through_l2 is not None
+    assert within is not None
+    ways = tune.marks_ways(through_l2)
+    assert ways[0] == through_l2
+    assert {way.tile.marks_ahead for way in ways} >= set(choose.MARKS_AHEAD[kernel])
+    assert tune.marks_ways(within) == [within]
+
+
+def test_marks_are_asked_for_ahead_where_there_are_many() -> None:
+    def ahead(kernel: str, hidden: int, batch: int) -> set[int]:
+        ask = Request(kernel, "lstm", "bf16", hidden, batch)
+        return {g.tile.marks_ahead for g in choose.candidates(ask, HOPPER) if g.tile.grid}
+
+    assert ahead("forward", 1024, 4) == {0}
+    assert ahead("forward", 1024, 8) == {4}
+    assert ahead("backward", 1024, 1) == {2}
 
 
 def test_every_known_size_is_measured_again_beside_tiles_near_its_own(

@@ -307,16 +307,30 @@ def _assert_vectors(addresses: tuple[int, ...], lengths: tuple[int, ...]) -> Non
 class EmulatedLauncher:
     """Stands in for `launch.Launcher`."""
 
+    #: The kernel that was launched last, by any of them: what may begin early comes after one that
+    #: lets it.
+    ahead = ""
+
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.launches = 0
+        self.launches = self.early = 0
 
-    def __call__(self, arguments: Any, blocks: int | None = None, stream: Any = None) -> None:
+    def __call__(
+        self,
+        arguments: Any,
+        blocks: int | None = None,
+        stream: Any = None,
+        *,
+        early: bool = False,
+    ) -> None:
         """On a stream that is not the current one it runs when somebody waits for that."""
         if stream is not None:
             stream.append(lambda: self(arguments, blocks))
             return
         self.launches += 1
+        self.early += early
+        assert not early or EmulatedLauncher.ahead == "shares"
+        EmulatedLauncher.ahead = self.geometry.tile.kernel
         if isinstance(arguments, ShareArguments):
             assert blocks is not None
             shares(arguments, blocks)

@@ -51,6 +51,8 @@ class Case(NamedTuple):
     rounded: bool = True
     #: Of a warp's tiles, counted chunk by chunk, in registers; all that fit if None.
     in_registers: int | None = None
+    #: As in `Tile`; its own if 0.
+    marks_ahead: int = 0
 
     def __str__(self) -> str:
         named = ("features", "pieces")
@@ -61,6 +63,7 @@ class Case(NamedTuple):
         more += [self.polling] if self.polling != "first" else []
         more += [] if self.rounded else ["rounded by readers"]
         more += [] if self.in_registers is None else [f"{self.in_registers} in registers"]
+        more += [f"{self.marks_ahead} ahead"] if self.marks_ahead else []
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
         return "-".join([self.cell, dtype, size, self.regime, *more])
@@ -94,6 +97,7 @@ class Case(NamedTuple):
             partial_buffers=self.buffers,
             polling=self.polling,
             rounded=self.rounded,
+            marks_ahead=self.marks_ahead or least.tile.marks_ahead,
         )
         if self.in_registers is not None:
             assert self.in_registers < tile.row_tiles * tile.chunks, tile

@@ -61,6 +61,8 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
         ('asm volatile("cp.async.commit', '"memory");', "commit_on_cpu();"),
         ('asm volatile("cp.async.wait', '"memory");', "await_on_cpu(COUNT);"),
     ],
+    # one launch runs after the other here
+    "launches.cuh": [('asm volatile("griddepcontrol', '"memory");', "")] * 2,
     "multiply.cuh": [('asm("" : "+l"', ";", "")],
     "sequence.cuh": [('asm("" : "+r"', ";", "")],
     "stream.cuh": [
@@ -68,7 +70,13 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
             'asm volatile("cp.async.ca',
             '"memory");',
             "copy_on_cpu(to, source, TOGETHER * sizeof(Element), TOGETHER * sizeof(Element));",
-        ),
+        )
+    ]
+    * 2,
+    "passing.cuh": [
+        ('asm("createpolicy', ";\n", "policy = 0;\n"),
+        ('asm volatile("st.global.L2::cache_hint.u16', '"memory");', "*address = value;"),
+        ('asm volatile("st.global.L2::cache_hint.u32', '"memory");', "*address = value;"),
     ],
     "product.cuh": [('asm volatile("fence.mbarrier_init', '"memory");', "")],
     "tiles.cuh": [
@@ -162,7 +170,7 @@ class OnCpu:
         self.geometry, self.missing, self.failed = geometry, missing, 0
         self._run = built(geometry.tile, folder)
 
-    def __call__(self, arguments: Any, stream: Any = None) -> None:
+    def __call__(self, arguments: Any, stream: Any = None, *, early: bool = False) -> None:
         """On a stream that is not the current one it runs when somebody waits for that."""
         if stream is not None:
             stream.append(lambda: self(arguments))

@@ -280,7 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (!TRAILING) show(i);
     }
     product.note_publication();
-    if (GRID && local + AHEAD < a.steps) product.prefetch_marks(exchange, AHEAD);
+    if (MARKS_AHEAD && local + MARKS_AHEAD < a.steps)
+      product.prefetch_marks(exchange, MARKS_AHEAD);
     if (local > 0) product.release_sums();
     if (!TRAILING) d_gates.move();
     if (GRID) exchange.move();

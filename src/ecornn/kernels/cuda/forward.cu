@@ -11,6 +11,7 @@
 #define INNER 1
 #define PARTS GATES
 #include "biases.cuh"
+#include "launches.cuh"
 #include "stream.cuh"
 
 // Whether the input's share is read after the product, where registers are short. Measured both
@@ -51,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Times times{a.total, d, a.resets, a.batch};
   Product product(hidden, sequences, a.failed);
   product.load_weights(a.weights[d]);
+  await_launches_ahead();  // the input's share comes from the one before
 
   // what a thread keeps of its (unit, sequence) pairs
   float cell[ITEMS], h[ITEMS], initial_sum[ITEMS][GATES], bias[ITEMS][PRE];
@@ -136,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (kept.there)
 #pragma unroll
       for (int gate = 0; gate < PRE; ++gate)
-        kept.at(s, unit)[gate * hidden] = from_float(shown.pre[gate]);
+        store_passing(kept.at(s, unit) + gate * hidden, from_float(shown.pre[gate]));
   };
   Shown before[ITEMS];  // where TRAILING
   auto move_on = [&] {
@@ -246,6 +248,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         show(i, shown);
     }
     product.note_publication();
+    if (MARKS_AHEAD && local + MARKS_AHEAD < a.steps)
+      product.prefetch_marks(exchange, MARKS_AHEAD);
     product.release_sums();
     if (!TRAILING) move_on();
   };

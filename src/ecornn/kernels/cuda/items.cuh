@@ -33,6 +33,7 @@ constexpr int CHAINS = DTYPE == 4 || ROW_TILES * ABREAST >= 4            ? 1
                        : !GRID && ROW_TILES * ABREAST == 1 && CHUNKS > 1 ? 4
                                                                          : 2;
 static_assert(UNITS % 8 == 0, "vectors would be split between blocks");
+static_assert(GRID || !MARKS_AHEAD, "there are no marks");
 
 constexpr bool DIRECT = !GRID && K_WARPS == 1;
 constexpr bool DEALT = DIRECT && OUTER > 1 && ROW_TILES % 2 != 0;

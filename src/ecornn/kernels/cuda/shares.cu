@@ -4,6 +4,7 @@
 #define GRID 0
 #define CELL 0
 #define CLUSTER 1
+#include "launches.cuh"
 #include "tiles.cuh"
 
 struct ShareArguments {
@@ -16,6 +17,7 @@ struct ShareArguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     shares(const __grid_constant__ ShareArguments a) {
+  let_next_launch_begin();  // it loads its weights meanwhile
   const int gate_tiles = (a.gates + TILE - 1) / TILE;
   const int m0 = blockIdx.x / gate_tiles * TILE, n0 = blockIdx.x % gate_tiles * TILE;
   Sums sums;

@@ -5,6 +5,7 @@
 // every step, so that all it does is to move on. Loads into registers would not do: of those under
 // way a thread can only wait for all, and each lane would reckon PARTS addresses at every step.
 #pragma once
+#include "passing.cuh"
 #include "product.cuh"
 #include "sequence.cuh"
 
@@ -77,6 +78,13 @@ struct Stream {
 
  private:
   __device__ __forceinline__ void copy_one(Element* to, const Element* source, int i, int r) const {
+    if (by_vectors && PASSING) {
+      asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(
+                       shared_address(to)),
+                   "l"(source), "n"(TOGETHER * int(sizeof(Element))), "l"(first_to_go())
+                   : "memory");
+      return;
+    }
     if (by_vectors) {
       asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)),
                    "l"(source), "n"(TOGETHER * int(sizeof(Element)))

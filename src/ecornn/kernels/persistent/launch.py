@@ -20,6 +20,9 @@ from ecornn.kernels.persistent.tile import Geometry, Tile
 PORTABLE_CLUSTER = 8
 #: The driver's answer to a thread that has no context.
 INVALID_CONTEXT = 201
+#: From which a launch may begin before the one ahead of it has ended: compute capability, and the
+#: driver's CUDA, which before that cannot capture such launches.
+EARLY_CAPABILITY, EARLY_DRIVER = (9, 0), 12_030
 
 
 class LaunchError(EcornnError, RuntimeError):
@@ -43,6 +46,12 @@ def architecture(device: int) -> str:
     """The target that kernels for a device are compiled for."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
+
+
+@cache
+def has_early_launches(device: int) -> bool:
+    found = int(_call(driver().cuDriverGetVersion(), "asking for the driver's version"))
+    return torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY and found >= EARLY_DRIVER
 
 
 def make_context_current(device: int) -> None:
@@ -96,7 +105,7 @@ class Kernel:
         count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         return int(_call(per_multiprocessor, "counting blocks")) * count
 
-    def config(self, geometry: Geometry, *, cooperative: bool) -> Any:
+    def config(self, geometry: Geometry, *, cooperative: bool, early: bool = False) -> Any:
         cuda, tile = driver(), self.tile
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY = geometry.blocks, geometry.groups
@@ -115,6 +124,13 @@ class Kernel:
             together.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             together.value.cooperative = 1
             attributes.append(together)
+        if early:
+            before_the_end = cuda.CUlaunchAttribute()
+            before_the_end.id = (
+                cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            before_the_end.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(before_the_end)
         config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
@@ -178,16 +194,29 @@ class Launcher:
         self._kernel = kernel(geometry.tile, architecture(device))
         self._kernel.allow_on(device)
         # blocks that exchange across the whole grid must all run at once; clusters always do
-        self._built = self._kernel.config(geometry, cooperative=geometry.tile.grid)
-        self._config = _Config.from_address(int(self._built.getPtr()))
+        grid = geometry.tile.grid
+        can_be_early = not grid and has_early_launches(device)
+        self._built = [
+            self._kernel.config(geometry, cooperative=grid, early=early and can_be_early)
+            for early in (False, True)
+        ]
+        self._configs = [_Config.from_address(int(built.getPtr())) for built in self._built]
         self._handle = int(self._kernel.handle)
         self._launch = _launch_function()
 
     def __call__(
-        self, arguments: ctypes.Structure, blocks: int | None = None, stream: int | None = None
+        self,
+        arguments: ctypes.Structure,
+        blocks: int | None = None,
+        stream: int | None = None,
+        *,
+        early: bool = False,
     ) -> None:
-        """`blocks`: in place of those of the geometry; `stream`: in place of torch's current."""
-        config = _Config.from_buffer_copy(self._config)  # each thread its own
+        """`blocks`: in place of those of the geometry; `stream`: in place of torch's current.
+        `early`: it may begin before the launch ahead of it has ended, whose kernel and its own are
+        made for that (`launches.cuh`); where the GPU cannot, it does not. Not where blocks exchange
+        across the grid: they must all run at once, and the other's may have their places."""
+        config = _Config.from_buffer_copy(self._configs[early])  # each thread its own
         if blocks is not None:
             config.grid_x = blocks
         if stream is None:

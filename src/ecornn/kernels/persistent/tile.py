@@ -61,6 +61,9 @@ class Tile:
     polling: str = "first"
     #: Chunks of the row of tiles after `register_tiles` that are in registers too.
     register_chunks: int = 0
+    #: Steps that blocks ask L2 ahead for the marks that they will write over, so that none has to
+    #: come from memory when others wait for what is published there; 0 where all stay in L2.
+    marks_ahead: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -187,6 +190,7 @@ class Tile:
             "RAGGED": int(self.ragged),
             "ROUNDED": int(self.rounded and self._exchanges_tf32_gradients),
             "POLLING": POLLING.index(self.polling),
+            "MARKS_AHEAD": self.marks_ahead,
             "SHARED_BYTES": self.shared_bytes,
         }
         return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))
