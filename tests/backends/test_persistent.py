@@ -114,7 +114,11 @@ def test_the_explanation_has_the_models_estimate(monkeypatch: pytest.MonkeyPatch
         for line in explain(found, 1024).splitlines():
             assert f"\n  {line}\n" in told
     assert told.count("us a step by the model: ") == 2
-    assert told.count("fastest of those that were measured") == 2
+    assert told.count("fastest of those that were measured for this size") == 2
+    assert "as precise" not in told
+    single = RnnSpec(*("lstm", 256, 256), dtype=torch.float32, device="cuda", batch=1)
+    told = "\n".join(by_name("persistent").details(single))
+    assert told.count("for this size; ieee is as precise as tf32 at least") == 1
     unknown = RnnSpec(*("lstm", 520, 520), dtype=torch.bfloat16, device="cuda", batch=5)
     told = "\n".join(by_name("persistent").details(unknown))
     assert told.count("us a step by the model: ") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,8 +56,8 @@ def test_known_sizes_are_measured_again(
     assert known is not None
     quicker = replace(known, tile=replace(known.tile, polling="all delayed"))
 
-    def measures(_: int) -> Iterator[tuple[dict[str, Any], float]]:
-        yield entry(ask, quicker, 0.5), 0.75
+    def measures(_: int) -> Iterator[tune.Again]:
+        yield tune.Again(entry(ask, quicker, 0.5), 0.75, 0)
         if interrupted:
             raise KeyboardInterrupt
 

@@ -14,7 +14,7 @@ from ecornn.backends.protocol import CallGrads, LayerResult
 from ecornn.kernels.persistent import device
 from ecornn.kernels.persistent.choose import Request, candidates
 from ecornn.kernels.persistent.tile import Geometry
-from ecornn.kernels.persistent.tune import register_ways
+from ecornn.kernels.persistent.tune import register_ways, staging_ways
 from support.persistent_calls import arriving, assert_like_the_definition, make_call, run
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +23,11 @@ pytestmark = pytest.mark.gpu
 def most_in_registers(geometry: Geometry) -> Geometry:
     ways = register_ways(geometry, "sm_90a")
     return ways[-1] if ways else geometry
+
+
+def staged(geometry: Geometry) -> Geometry:
+    (way,) = staging_ways(geometry)
+    return way
 
 
 def changed(change: Callable[[Geometry], Geometry], monkeypatch: pytest.MonkeyPatch) -> set[bool]:
@@ -52,23 +57,35 @@ def every_result(result: LayerResult, grads: CallGrads) -> list[torch.Tensor]:
     reason="tiles were measured for compute capability 9.0",
 )
 @pytest.mark.parametrize(
-    ("dtype", "hidden", "batch"),
+    ("dtype", "hidden", "batch", "change"),
     [
-        (torch.float32, 1024, 4),
-        (torch.float32, 1024, 64),
-        (torch.bfloat16, 2048, 1),
-        (torch.float16, 2048, 16),
-        (torch.bfloat16, 1024, 64),
+        (torch.float32, 1024, 4, most_in_registers),
+        (torch.float32, 1024, 64, most_in_registers),
+        (torch.bfloat16, 2048, 1, most_in_registers),
+        (torch.float16, 2048, 16, most_in_registers),
+        (torch.bfloat16, 1024, 64, most_in_registers),
+        # every regime, whole vectors and not
+        (torch.float32, 64, 4, staged),
+        (torch.bfloat16, 129, 3, staged),
+        (torch.float32, 256, 16, staged),
+        (torch.float16, 500, 5, staged),
+        (torch.float32, 1024, 4, staged),
+        (torch.bfloat16, 2048, 1, staged),
+        (torch.bfloat16, 1024, 64, staged),
     ],
-    ids=str,
+    ids=lambda given: getattr(given, "__name__", str(given)),
 )
 def test_results_are_the_same_to_the_bit(
-    dtype: torch.dtype, hidden: int, batch: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    hidden: int,
+    batch: int,
+    change: Callable[[Geometry], Geometry],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     call = make_call("lstm", dtype, hidden, batch, 12, inputs=hidden)
     grads = arriving(call)
     want = every_result(*run("persistent", call, grads))
-    others = changed(most_in_registers, monkeypatch)
+    others = changed(change, monkeypatch)
     found = every_result(*run("persistent", call, grads))
     assert True in others, "no tile was another one"
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))

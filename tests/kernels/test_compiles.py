@@ -12,7 +12,7 @@ import torch
 from ecornn.kernels.jit import Variant
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.losses import CrossEntropyTile
-from ecornn.kernels.persistent.choose import Request, ranked
+from ecornn.kernels.persistent.choose import STAGED_BYTES, Request, ranked
 from ecornn.kernels.persistent.gradients import SPLIT, GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, POLLING, round_up
@@ -74,13 +74,13 @@ def test_sizes_that_end_inside_a_tile_compile_for(arch: str, kernel: str) -> Non
 @pytest.mark.parametrize("arch", CHIPS)
 @pytest.mark.parametrize("polling", POLLING[1:])
 def test_every_way_to_wait_compiles_for(arch: str, polling: str) -> None:
-    """In the kernels by turns, with the other ways that a tile can have: to round, and to have
-    weights in registers up to the middle of a row of tiles."""
+    """In the kernels by turns, with the other ways that a tile can have: to round, to have weights
+    in registers up to the middle of a row of tiles, and to have them pass through shared memory."""
     kernel = KERNELS[(list(CHIPS).index(arch) + POLLING.index(polling)) % 2]
     found = ranked(Request(kernel, "lstm", "tf32", 384, 5), CHIPS[arch])
     tile = next(g.tile for g in found if g.tile.grid and g.tile.chunks > 1)
     rows, chunks = divmod(tile.in_registers - 1, tile.chunks)
-    tile = replace(tile, polling=polling, rounded=False)
+    tile = replace(tile, polling=polling, rounded=False, staged_bytes=STAGED_BYTES[1])
     tile = replace(tile, register_tiles=rows, register_chunks=chunks, partial_buffers=1)
     assert tile.shared_bytes <= CHIPS[arch].shared_bytes
     used = said_of(tile.variant(arch))
@@ -92,7 +92,7 @@ def test_only_gradients_that_are_exchanged_as_tf32_are_rounded() -> None:
         found = {g.tile for g in ranked(Request(kernel, "lstm", numbers, 256, 4), HOPPER)}
         assert {tile.grid for tile in found} == {False, True}
         for tile in found:
-            rounds = tile.grid and (kernel, numbers) == ("backward", "tf32")
+            rounds = tile.grid and (kernel, tile.numbers) == ("backward", "tf32")
             assert dict(tile.variant("sm_90a").constants)["ROUNDED"] == rounds
 
 

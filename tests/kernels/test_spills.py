@@ -41,24 +41,28 @@ UNAVOIDABLE = {
     # Biases and addresses, by their machine code: stored before the loop, read from L1 once a step.
     ("sm_90a", "forward-lstm-half-1024-64-1", "bf16", True): 40,
     ("sm_90a", "forward-lstm-half-1024-64-1", "fp16", True): 40,
-    ("sm_90a", "forward-lstm-tf32-1024-64-1", "tf32", True): 40,
     ("sm_100a", "forward-lstm-half-1024-64-1", "bf16", False): 16,
     ("sm_100a", "forward-lstm-half-1024-64-1", "bf16", True): 80,
     ("sm_100a", "forward-lstm-half-1024-64-1", "fp16", False): 40,
     ("sm_100a", "forward-lstm-half-1024-64-1", "fp16", True): 80,
-    # One value, stored and read once a step.
-    ("sm_90a", "backward-lstm-half-2048-16-1", "bf16", True): 8,
+    ("sm_100a", "forward-lstm-tf32-1024-64-1", "tf32", True): 16,
 }
 #: The same of tiles that others could replace, which spill nothing and were slower on an H200: with
 #: twice the vectors under way a step took 9.5 µs instead of 11.4 in TF32, 5.6 instead of 6.2 in
-#: bfloat16. They are biases above all, read once a step before the product.
+#: bfloat16; with more weights in registers 2.06 instead of 2.31. They are biases above all, read
+#: once a step before the product.
 QUICKER = {
-    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", False): 40,
-    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", True): 80,
-    ("sm_90a", "backward-lstm-half-1024-64-1", "bf16", False): 24,
-    ("sm_90a", "backward-lstm-half-1024-64-1", "bf16", True): 8,
+    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", False): 8,
+    ("sm_90a", "backward-lstm-tf32-1024-64-1", "tf32", True): 72,
+    ("sm_90a", "backward-lstm-half-1024-64-1", "bf16", True): 16,
     ("sm_90a", "backward-lstm-half-1024-64-1", "fp16", False): 24,
-    ("sm_90a", "backward-lstm-half-1024-64-1", "fp16", True): 16,
+    ("sm_90a", "backward-lstm-half-1024-64-1", "fp16", True): 8,
+    ("sm_90a", "forward-lstm-half-1024-16-2", "bf16", False): 8,
+    ("sm_90a", "forward-lstm-half-1024-16-2", "bf16", True): 24,
+    ("sm_90a", "forward-lstm-half-1024-16-2", "fp16", False): 8,
+    ("sm_90a", "forward-lstm-half-1024-16-2", "fp16", True): 24,
+    ("sm_100a", "forward-lstm-half-1024-16-2", "bf16", True): 8,
+    ("sm_100a", "forward-lstm-half-1024-16-2", "fp16", True): 8,
 }
 FRAMES = UNAVOIDABLE | QUICKER
 
@@ -112,7 +116,7 @@ def test_no_other_rows_in_registers_would_spare_what_spills() -> None:
         assert tile.register_tiles == 1 or less.shared_bytes > CHIPS[arch].shared_bytes
 
 
-#: Nobody has measured any: what the model names is what runs.
+#: What the model names is what runs, but for two that were measured for TF32 and serve these.
 IEEE_ASKS = [
     Request("forward", "lstm", "ieee", 64, 4),
     Request("backward", "lstm", "ieee", 512, 4),

@@ -73,13 +73,13 @@ def _tune_again(console: Console) -> None:
     try:
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("compiling, then measuring", total=len(known_requests()))
-            for entry, before in tune.tuned_again(0):
-                entries.append(entry)
-                ask, now = entry["request"], entry["microseconds"]
+            for done, again in enumerate(tune.tuned_again(0), 1):
+                entries.append(again.entry)
+                ask, now = again.entry["request"], again.entry["microseconds"]
                 size = " ".join(str(ask[name]) for name in ("kernel", "cell", "numbers"))
                 size += f" {ask['hidden']} × {ask['batch']}" + " × 2" * (ask["directions"] - 1)
-                progress.console.print(f"{size}: {before:.3f} µs a step, now {now:.3f}")
-                progress.advance(bar)
+                progress.console.print(f"{size}: {again.before:.3f} µs a step, now {now:.3f}")
+                progress.update(bar, completed=done, total=done + again.left)
     finally:  # what was measured outlives an interruption
         if entries:
             console.print(f"remembered in {remember(entries)}")

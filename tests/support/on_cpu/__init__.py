@@ -63,6 +63,11 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
     ],
     # one launch runs after the other here
     "launches.cuh": [('asm volatile("griddepcontrol', '"memory");', "")] * 2,
+    "staging.cuh": [
+        ('asm volatile("cp.async.cg', '"memory");', "copy_on_cpu(to, from, 16, bytes);"),
+        ('asm volatile("ldmatrix', '"memory");', "found = ldmatrix_on_cpu(at);"),
+        ('asm("" : "+r"', ";", ""),
+    ],
     "multiply.cuh": [('asm("" : "+l"', ";", "")],
     "sequence.cuh": [('asm("" : "+r"', ";", "")],
     "stream.cuh": [

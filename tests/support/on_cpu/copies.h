@@ -1,4 +1,4 @@
-// Asynchronous copies. A copy arrives when it is awaited (COPIES_ARRIVE_LATE),
+// Asynchronous copies, and loads of matrices. A copy arrives when it is awaited (COPIES_ARRIVE_LATE),
 // and its place is spoilt until then, or at once: what is read too soon shows by the one, what is
 // overwritten too soon by the other.
 #pragma once
@@ -33,4 +33,19 @@ static inline void commit_on_cpu() {
 static inline void await_on_cpu(unsigned left) {
   for (; copies_under_way.size() > left; copies_under_way.erase(copies_under_way.begin()))
     for (const Copy& copy : copies_under_way.front()) copy.arrive();
+}
+
+// Four matrices of 8 x 8, transposed: each lane gives the address of a row.
+static inline uint4 ldmatrix_on_cpu(const void* row) {
+  auto& rows = warp_here->rows;
+  const int lane = lane_here();
+  meet();
+  rows[lane] = static_cast<const unsigned short*>(row);
+  meet();
+  unsigned short found[8];
+  for (int i = 0; i < 8; ++i) found[i] = rows[i / 2 * 8 + lane % 4 * 2 + i % 2][lane / 4];
+  meet();
+  uint4 all;
+  std::memcpy(&all, found, 16);
+  return all;
 }

@@ -49,6 +49,7 @@ struct Warp {
   std::barrier<> meeting{32};
   unsigned a[32][4], b[32][2];
   unsigned value[2][32];
+  const unsigned short* rows[32];
   bool vote[32];
 };
 struct Cluster {

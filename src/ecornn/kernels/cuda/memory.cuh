@@ -16,9 +16,19 @@ constexpr int RECEIVED_BYTES = OWNERS > 1 ? OWNERS * SEQUENCES * OWN_ROWS * 4 : 
 constexpr int STAGE_BYTES = !GRID && CLUSTER > 1 ? WARPS * INNER * 32 * int(sizeof(Element)) : 0;
 // what a step reads from memory; see stream.cuh
 constexpr int STREAM_BYTES = AHEAD * ITEMS * PARTS * THREADS * int(sizeof(Element));
-static_assert(SHARED_BYTES == WEIGHT_BYTES + 2 * VECTOR_BYTES + PARTIAL_BUFFERS * PARTIAL_BYTES +
-                                  2 * RECEIVED_BYTES + STREAM_BYTES + STAGE_BYTES + 16,
+constexpr int LAID_OUT_BYTES = WEIGHT_BYTES + 2 * VECTOR_BYTES + PARTIAL_BUFFERS * PARTIAL_BYTES +
+                               2 * RECEIVED_BYTES + STREAM_BYTES + STAGE_BYTES + 16;
+// Before all that, where weights are staged, they pass through: a tile of each warp to a slot, and as
+// many slots at least as STAGED_BYTES have; see staging.cuh.
+constexpr int SLOT_BYTES = 2 * THREADS * 16, MOST_SLOTS = STAGED_BYTES / SLOT_BYTES;
+constexpr int LEAST_SLOTS = IN_REGISTERS < MOST_SLOTS ? IN_REGISTERS : MOST_SLOTS;
+static_assert(SHARED_BYTES == (LAID_OUT_BYTES > LEAST_SLOTS * SLOT_BYTES + 16
+                                   ? LAID_OUT_BYTES
+                                   : LEAST_SLOTS * SLOT_BYTES + 16),
               "the host reckons another size of shared memory");
+static_assert(STAGED_BYTES == 0 || LEAST_SLOTS > 0, "no tile can pass");
+constexpr int ROOM = (SHARED_BYTES - 16) / SLOT_BYTES;
+constexpr int SLOTS = ROOM < IN_REGISTERS ? ROOM : IN_REGISTERS;
 
 extern __shared__ __align__(16) u8 shared[];
 

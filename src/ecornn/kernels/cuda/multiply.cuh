@@ -1,7 +1,11 @@
 // The part of y = W · v that a warp has: the products of its weights with v as v arrives.
 #pragma once
 #include "columns.cuh"
-#include "weights.cuh"
+#if STAGED_BYTES
+#include "staging.cuh"
+#else
+#include "loading.cuh"
+#endif
 
 #if DTYPE == 2
 // Rounding to TF32 is adding half of the last bit that a product takes; the instruction looks for
@@ -51,14 +55,14 @@ struct Published {
   int stride;
 };
 
-struct Multiplier : Weights {
+struct Multiplier : LoadedWeights {
   bool given_up;
   int* failed;
   u32 published_at, delay;                    // in cycles, where ALL_DELAYED
   float finished[BATCH_TILES][ROW_TILES][4];  // where DIRECT
 
   __device__ __forceinline__ Multiplier(int hidden, int sequences, int* failed)
-      : Weights(hidden, sequences), given_up(false), failed(failed), delay(0) {
+      : LoadedWeights(hidden, sequences), given_up(false), failed(failed), delay(0) {
     note_publication();
   }
 

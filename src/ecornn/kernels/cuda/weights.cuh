@@ -1,4 +1,4 @@
-// A warp's weights, from the layer's matrix to registers and shared memory, once for all steps.
+// A warp's weights: which part of the layer's matrix they are, and where they are kept for all steps.
 //
 // The inner dimension is permuted within each CHUNK, in W and v alike, so that the elements a lane
 // needs for two products lie side by side: one 16-byte load feeds both.
@@ -63,105 +63,22 @@ struct Weights : Memory {
   }
 #endif
 
-  // ---- loading
-#if BACKWARD
-  // VEC elements of W in a row, from inner position k on, zero beyond the end.
-  __device__ __forceinline__ uint4 weights_at(const Element* matrix, Row row, int k) const {
-    union {
-      uint4 all;
-      Element each[VEC];
-    } v;
-    const Inner at = inner_at(k);
-    const u32 column = at.column + first_unit() + row.unit;
-#pragma unroll
-    for (int e = 0; e < VEC; ++e)
-      v.each[e] = at.there && at.unit + e < hidden ? __ldg(matrix + (column + e * u32(hidden)))
-                                                   : Element(0);
-    return v.all;
-  }
-
-  __device__ __forceinline__ void load_weights(const Element* matrix) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-        uint4 rows[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const Row row = row_at((row_warp * ROW_TILES + m) * 16 + half * 8 + g);
-          rows[half] = make_uint4(0, 0, 0, 0);
-          if (has_row(row)) rows[half] = weights_at(matrix, row, k_of(c));
-        }
-        put_weights(m, c, rows[0], rows[1]);
-      }
-  }
-#else
-  // For lane (g, q), VEC elements of W in row g of eight, from inner position q · VEC of chunk c
-  // on, zero beyond the end. `first_row` is the first of the eight in the block's tiles. WHOLE:
-  // rows of the matrix are whole vectors.
-  template <bool WHOLE>
-  __device__ __forceinline__ uint4 weights_at(const Element* matrix, int first_row, int c) const {
-    const Row row = row_at(first_row + g);
-    const int unit = first_unit() + row.unit;
-    const Element* const from = matrix + (size_t(row.part) * hidden + unit) * hidden + k_of(c);
-    const int left = has_row(row) ? hidden - k_of(c) : 0;
-    if (WHOLE)
-      return left > 0 ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
-    union {
-      uint4 all;
-      Element each[VEC];
-    } v;
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) v.each[e] = e < left ? __ldg(from + e) : Element(0);
-    return v.all;
-  }
-
-  __device__ __forceinline__ void load_weights(const Element* matrix) {
-    const bool whole = hidden % VEC == 0;
-    // So many chunks are loaded before the first is waited for. The branch inside the loops keeps
-    // the compiler from loading all of them at once, for which there are no registers.
-    constexpr int MOST = IN_REGISTERS >= 16 ? 2 : 4;
-    constexpr int FLYING = CHUNKS < MOST ? CHUNKS : MOST;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-      for (int c0 = 0; c0 < CHUNKS; c0 += FLYING) {
-        uint4 rows[FLYING][2];
-        if (whole)
-          load_rows<true>(rows, matrix, m, c0);
-        else
-          load_rows<false>(rows, matrix, m, c0);
-#pragma unroll
-        for (int i = 0; i < FLYING; ++i)
-          if (c0 + i < CHUNKS) put_weights(m, c0 + i, rows[i][0], rows[i][1]);
-      }
-  }
-  template <bool WHOLE, int COUNT>
-  __device__ __forceinline__ void load_rows(uint4 (&rows)[COUNT][2], const Element* matrix, int m,
-                                            int c0) const {
-#pragma unroll
-    for (int i = 0; i < COUNT * 2; ++i)
-      if (c0 + i / 2 < CHUNKS)
-        rows[i / 2][i % 2] =
-            weights_at<WHOLE>(matrix, (row_warp * ROW_TILES + m) * 16 + i % 2 * 8, c0 + i / 2);
-  }
-#endif
-
-  __device__ __forceinline__ void put_weights(int m, int c, uint4 low, uint4 high) {
+  // ---- a tile's two rows of this lane, as they stand in the matrix; then its two products' left
+  // factors.
+  __device__ __forceinline__ static void arrange(uint4& low, uint4& high) {
 #if DTYPE == 2
     low = make_uint4(to_tf32(low.x), to_tf32(low.y), to_tf32(low.z), to_tf32(low.w));
     high = make_uint4(to_tf32(high.x), to_tf32(high.y), to_tf32(high.z), to_tf32(high.w));
 #endif
-    const uint4 a = make_uint4(low.x, high.x, low.y, high.y);
-    const uint4 b = make_uint4(low.z, high.z, low.w, high.w);
-    const int i = m * CHUNKS + c;
-    if (i < IN_REGISTERS) {
-      u32(&to)[2][4] = w[i % IN_REGISTERS];
-      to[0][0] = a.x, to[0][1] = a.y, to[0][2] = a.z, to[0][3] = a.w;
-      to[1][0] = b.x, to[1][1] = b.y, to[1][2] = b.z, to[1][3] = b.w;
-    } else {
-      uint4* const to = weights() + (i - IN_REGISTERS) * 2 * THREADS + threadIdx.x;
-      to[0] = a, to[THREADS] = b;  // read by this thread alone
-    }
+    const uint4 first = make_uint4(low.x, high.x, low.y, high.y);
+    high = make_uint4(low.z, high.z, low.w, high.w);
+    low = first;
+  }
+  // Tile i of the warp, one of those in registers.
+  __device__ __forceinline__ void into_registers(int i, uint4 low, uint4 high) {
+    arrange(low, high);
+    u32(&to)[2][4] = w[i % IN_REGISTERS];
+    to[0][0] = low.x, to[0][1] = low.y, to[0][2] = low.z, to[0][3] = low.w;
+    to[1][0] = high.x, to[1][1] = high.y, to[1][2] = high.z, to[1][3] = high.w;
   }
 };

@@ -68,6 +68,10 @@ AS_PRECISE = {"tf32": ("ieee",), "tf32x3": ("ieee",)}
 MARKS_AHEAD = {"forward": (0, 4), "backward": (2, 4)}
 MANY_MARKS = 16 * 1024
 
+#: Shared memory that weights may pass through before the first step (decision 0038): none, or so
+#: much at least.
+STAGED_BYTES = (0, 64 * 1024)
+
 #: Tiles that were the fastest of many on an H200, one for each request that was measured.
 TUNED = Path(__file__).with_name("tuned.json")
 
@@ -76,12 +80,12 @@ def ranked(ask: Request, chip: Chip) -> list[Geometry]:
     """Every way to serve a request, best first; empty where nothing fits."""
     chip = chip.shared_by(ask.share)
     found = sorted(candidates(ask, chip), key=lambda g: estimate(g, ask.hidden))
-    if (known := measured(ask)) is not None and _serves(known, ask, chip):
+    if (known := measured(ask)) is not None and serves(known, ask, chip):
         found = [known, *(g for g in found if g != known)]
     return found
 
 
-def _serves(geometry: Geometry, ask: Request, chip: Chip) -> bool:
+def serves(geometry: Geometry, ask: Request, chip: Chip) -> bool:
     """Whether it is one for the request, since a table may be older than the kernels, and a chip
     has room for it. The estimate of registers is not asked: what was measured did not spill. With
     lengths or resets, or on another chip, it may by some bytes."""
@@ -101,23 +105,38 @@ def blocks_needed(geometry: Geometry, share: int = 1) -> int:
 
 def step_microseconds(geometry: Geometry, ask: Request) -> float:
     """What a step takes: as it was measured, or by the model, which is corrected by what the
-    fastest tile of such a request took where that was measured."""
-    entry, known = _table().get(_key(asdict(ask))), measured(ask)
+    fastest tile of such a request took where that was measured and has the same numbers: of
+    others, which other units multiply, the model errs otherwise."""
+    entry, known = _entry(ask), measured(ask)
     guess = estimate(geometry, ask.hidden)
     if entry is None or known is None:
         return guess
     took = float(entry["microseconds"])
-    return took if known == geometry else max(took, guess * took / estimate(known, ask.hidden))
+    if known == geometry:
+        return took
+    alike = known.tile.numbers == geometry.tile.numbers
+    return max(took, guess * took / estimate(known, ask.hidden) if alike else guess)
 
 
 def measured(ask: Request) -> Geometry | None:
     """The tile that was the fastest when this request was measured, with the chip to itself."""
-    entry = _table().get(_key(asdict(ask)))
+    entry = _entry(ask)
     if entry is None:
         return None
     asked = {"kernel": ask.kernel, "cell": ask.cell, "numbers": ask.numbers}
     tile = Tile(**{**asked, "features": ask.features, **entry["tile"]}).serving(ask.hidden)
     return Geometry(tile, entry["blocks"], entry["groups"], ask.directions, entry["group_batch"])
+
+
+def _entry(ask: Request) -> dict[str, Any] | None:
+    """Of more precise numbers, where these were not measured, the one for TF32 if the ordinary
+    units were the fastest there: what is quicker than TF32 is quicker than three products of it."""
+    found = _table().get(_key(asdict(ask)))
+    if found is None and ask.numbers in ("tf32x3", "ieee"):
+        found = _table().get(_key(asdict(replace(ask, numbers="tf32"))))
+        if found is not None and found["tile"].get("numbers") != "ieee":
+            return None
+    return found
 
 
 def known_requests() -> list[Request]:

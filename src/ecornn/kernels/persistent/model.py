@@ -191,7 +191,8 @@ def describe(geometry: Geometry) -> str:
         f"{tile.kernel} {tile.cell} {tile.numbers}: {geometry.blocks} blocks of {tile.units} units "
         f"× {geometry.groups} groups of {geometry.group_batch} sequences"
         f"{' × 2 directions' if geometry.directions == 2 else ''}; {where}; "
-        f"{weights} KiB of weights a block, {_in_registers(tile)} in registers; "
+        f"{weights} KiB of weights a block, {_in_registers(tile)} in registers"
+        f"{', loaded through shared memory' if tile.staged_bytes else ''}; "
         f"{tile.threads} threads, {tile.shared_bytes // 1024} KiB shared memory"
     )
 

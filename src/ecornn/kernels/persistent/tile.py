@@ -64,6 +64,9 @@ class Tile:
     #: Steps that blocks ask L2 ahead for the marks that they will write over, so that none has to
     #: come from memory when others wait for what is published there; 0 where all stay in L2.
     marks_ahead: int = 0
+    #: Shared memory that weights pass through on their way to registers, so much at least; 0 where
+    #: they are loaded straight into these.
+    staged_bytes: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -128,7 +131,14 @@ class Tile:
             stage = self.threads * self.inner * self.element_bytes
         stream = AHEAD * self.items * self._parts * self.threads * self.element_bytes
         sums = self.partial_buffers * partial + 2 * received
-        return weight_bytes + 2 * vectors + sums + stream + stage + 16
+        laid_out = weight_bytes + 2 * vectors + sums + stream + stage
+        return max(laid_out, self._slot_bytes) + 16
+
+    @property
+    def _slot_bytes(self) -> int:
+        """What weights that are staged have at least."""
+        slot = 2 * self.threads * 16
+        return min(self.in_registers, self.staged_bytes // slot) * slot
 
     @property
     def _parts(self) -> int:
@@ -191,6 +201,7 @@ class Tile:
             "ROUNDED": int(self.rounded and self._exchanges_tf32_gradients),
             "POLLING": POLLING.index(self.polling),
             "MARKS_AHEAD": self.marks_ahead,
+            "STAGED_BYTES": self.staged_bytes,
             "SHARED_BYTES": self.shared_bytes,
         }
         return Variant(f"{self.kernel}.cu", arch, tuple(constants.items()))

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -19,14 +20,22 @@ from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArgume
 from ecornn.kernels.persistent.choose import (
     AS_PRECISE,
     MARKS_AHEAD,
+    STAGED_BYTES,
     Request,
     known_requests,
     measured,
     ranked,
+    serves,
 )
 from ecornn.kernels.persistent.device import chip, failure_flag
 from ecornn.kernels.persistent.launch import architecture, kernel, launcher
-from ecornn.kernels.persistent.tile import POLLING, Geometry
+from ecornn.kernels.persistent.shares import (
+    ShareArguments,
+    is_small_product,
+    share_blocks,
+    share_launcher,
+)
+from ecornn.kernels.persistent.tile import POLLING, Geometry, Tile
 from ecornn.spec import GATES
 
 STEPS = 256
@@ -42,35 +51,32 @@ SMALL_FRAME = 64
 MOST_COLUMNS = 2
 #: Of tiles with other numbers, so many are measured.
 OTHERS = 4
+#: Changes of a tile, one after the other: the second is looked for beside the first.
+CHANGES = 2
+#: A change is made where a step takes so much less: medians of one tile differ by up to half of it.
+LEAST_GAIN = 0.01
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def finalists(ask: Request, device: int, count: int) -> list[Geometry]:
     """The model's best that hardly spill, and what was measured the best before, each with every
     way to wait that it has: the model knows of none. And those of numbers that may serve."""
-    best = _hardly_spilling(ranked(ask, chip(device)), device, count)
+    best = islice(_hardly_spilling(ranked(ask, chip(device)), architecture(device)), count)
     return [way for geometry in best for way in waiting_ways(geometry)] + others(ask, device)
 
 
 def others(ask: Request, device: int) -> list[Geometry]:
     """Tiles of other numbers that may serve the request, and may be the quicker ones."""
-    found = []
+    found: list[Geometry] = []
     for numbers in AS_PRECISE.get(ask.numbers, ()):
         every = ranked(replace(ask, numbers=numbers), chip(device))
         few = (geometry for geometry in every if geometry.group_batch <= MOST_COLUMNS)
-        found += _hardly_spilling(few, device, OTHERS)
+        found += islice(_hardly_spilling(few, architecture(device)), OTHERS)
     return [way for geometry in found for way in waiting_ways(geometry)]
 
 
-def _hardly_spilling(tried: Iterable[Geometry], device: int, count: int) -> list[Geometry]:
-    """The first so many."""
-    arch = architecture(device)
-    found = (
-        geometry
-        for geometry in tried
-        if resources(compiled(geometry.tile.variant(arch))).frame_bytes <= SMALL_FRAME
-    )
-    return list(islice(found, count))
+def _hardly_spilling(tried: Iterable[Geometry], arch: str) -> Iterator[Geometry]:
+    return (geometry for geometry in tried if _frame(geometry.tile, arch) <= SMALL_FRAME)
 
 
 def waiting_ways(geometry: Geometry) -> list[Geometry]:
@@ -82,31 +88,51 @@ def waiting_ways(geometry: Geometry) -> list[Geometry]:
 
 def register_ways(geometry: Geometry, arch: str) -> list[Geometry]:
     """The same with more of its weights in registers: as many as leave no frame, and as many as
-    leave a small one. What is in shared memory is read from there at every step, 128 bytes in a
-    cycle; the model counts registers by rows of tiles, and is too careful by some."""
+    leave a small one, with lengths and resets too. What is in shared memory is read from there at
+    every step, 128 bytes in a cycle; the model counts registers by rows of tiles, and is too
+    careful by some."""
     tile = geometry.tile
     found: dict[bool, Geometry] = {}
     for count in range(tile.in_registers + 1, tile.row_tiles * tile.chunks + 1):
         rows, chunks = divmod(count, tile.chunks)
         more = replace(tile, register_tiles=rows, register_chunks=chunks)
-        frame = resources(compiled(more.variant(arch))).frame_bytes
+        frame = max(_frame(replace(more, features=features), arch) for features in (False, True))
         if frame > SMALL_FRAME:
             break
         found[frame > 0] = replace(geometry, tile=more)
     return list(found.values())
 
 
+def _frame(tile: Tile, arch: str) -> int:
+    return resources(compiled(tile.variant(arch))).frame_bytes
+
+
 def marks_ways(geometry: Geometry) -> list[Geometry]:
-    """The same with each way to ask for marks ahead; itself first."""
+    """The same with other ways to ask for marks ahead."""
     tile = geometry.tile
-    ways = dict.fromkeys((tile.marks_ahead, *MARKS_AHEAD[tile.kernel])) if tile.grid else (0,)
-    return [replace(geometry, tile=replace(tile, marks_ahead=way)) for way in ways]
+    ways = MARKS_AHEAD[tile.kernel] if tile.grid else ()
+    return [
+        replace(geometry, tile=replace(tile, marks_ahead=way))
+        for way in ways
+        if way != tile.marks_ahead
+    ]
+
+
+def staging_ways(geometry: Geometry) -> list[Geometry]:
+    """The same with weights that pass through shared memory, or not."""
+    tile = geometry.tile
+    return [
+        replace(geometry, tile=replace(tile, staged_bytes=way))
+        for way in STAGED_BYTES
+        if way != tile.staged_bytes
+    ]
 
 
 def near(geometry: Geometry, arch: str) -> list[Geometry]:
-    """Itself first; the same with more of its weights in registers, and with marks that are asked
-    for ahead, or not."""
-    return [way for one in (geometry, *register_ways(geometry, arch)) for way in marks_ways(one)]
+    """The same with one change: more of its weights in registers, marks that are asked for ahead
+    or not, another way to load weights."""
+    changed = [*marks_ways(geometry), *staging_ways(geometry)]
+    return [*register_ways(geometry, arch), *_hardly_spilling(changed, arch)]
 
 
 class _Problem:
@@ -127,7 +153,12 @@ class _Problem:
         self.carried = [torch.zeros(d, b, h, device=self.device) for _ in range(2)]
         self.d_gates = [self._draw(STEPS, b, stored) for _ in range(d)]
         self.exchanged = self.d_gates if ask.kernel == "backward" else [self.output]
-        self.input, self.input_weights = self._draw(STEPS * b, h), self._draw(h, rows, scale=0.01)
+        self.rows, self.gate_rows = STEPS * b, rows
+        self.input, self.input_weights = self._draw(STEPS * b, h), self._draw(rows, h, scale=0.01)
+        #: Whether the input's product is a kernel of ours, which one block's may begin beside.
+        self.small = ask.kernel == "forward" and is_small_product(
+            self.dtype.itemsize, self.rows, rows, h
+        )
 
     def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
@@ -138,9 +169,20 @@ class _Problem:
 
     def multiply_input(self) -> None:
         """What comes before a forward launch: it leaves gates in L2, as far as that has room."""
+        sizes = (self.rows, self.gate_rows)
         for gates in self.gates:
-            rows = gates.view(-1)[: len(self.input) * self.input_weights.shape[1]]
-            torch.mm(self.input, self.input_weights, out=rows.view(len(self.input), -1))
+            if self.small:
+                places = (t.data_ptr() for t in (self.input, self.input_weights, gates))
+                shares = ShareArguments(*places, *sizes, self.ask.hidden, by_vectors=1)
+                launch = share_launcher(self.ask.numbers, self.device.index)
+                launch(shares, share_blocks(*sizes))
+            else:
+                found = gates.view(-1)[: self.rows * self.gate_rows].view(sizes)
+                torch.mm(self.input, self.input_weights.t(), out=found)
+
+    @cached_property
+    def product_microseconds(self) -> float:
+        return _microseconds(self.multiply_input)
 
     def arguments(self, geometry: Geometry) -> ForwardArguments | BackwardArguments:
         ask = self.ask
@@ -172,55 +214,66 @@ class _Problem:
 
 
 def measure(problem: _Problem, geometry: Geometry, device: int) -> float | None:
-    """Microseconds a step, marks included; None where the blocks cannot run at once."""
+    """Microseconds a step, marks included, after the input's product; None where the blocks cannot
+    run at once. A small product's kernel is timed too, since ours may begin beside it, and what it
+    takes by itself subtracted: that is measured once, so that it moves no tile past another."""
     tile = geometry.tile
     needed = geometry.all_blocks if tile.grid else tile.cluster
     if kernel(tile, architecture(device)).blocks_at_once() < needed:
         return None
     launch, arguments = launcher(geometry, device), problem.arguments(geometry)
-    forward = tile.kernel == "forward"
+    early = problem.small and tile.cluster == 1 and not tile.grid  # as in a layer
 
-    def as_in_a_layer() -> None:
-        if forward:
+    def timed() -> None:
+        if problem.small:
             problem.multiply_input()
         if tile.grid:
             problem.mark()
-        launch(arguments)
+        launch(arguments, early=early)
 
-    found = _microseconds(as_in_a_layer)
-    if forward:
-        found -= _microseconds(problem.multiply_input)
+    def ahead() -> None:
+        if tile.kernel == "forward" and not problem.small:
+            problem.multiply_input()
+
+    found = _microseconds(timed, ahead) - (problem.product_microseconds if problem.small else 0.0)
     failure_flag().check()
     return found / STEPS
 
 
-def _microseconds(call: Callable[[], None]) -> float:
-    """The median of some rounds."""
+def _microseconds(call: Callable[[], None], ahead: Callable[[], None] = lambda: None) -> float:
+    """The median of some calls, each after what is not timed."""
+    ahead()
     call()
-    times = []
+    pairs = []
     for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(200_000)  # so that the host is ahead of the device
-        start.record()
+        torch.cuda._sleep(2_000_000)  # a millisecond, so that the host is ahead of the device
         for _ in range(CALLS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            ahead()
+            start.record()
             call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return float(statistics.median(times))
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+    return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs))
 
 
 def tune(asks: Sequence[Request], device: int, count: int) -> list[dict[str, Any]]:
     """One entry of `tuned.json` for each request that something fits."""
-    entries = []
+    entries, arch = [], architecture(device)
     for ask in asks:
         if ask.hidden % 8 != 0:
             raise ValueError(f"tiles are measured for multiples of 8 units, not {ask.hidden}")
         problem = _Problem(ask, device)
         best = _fastest(problem, finalists(ask, device, count), device)
+        if best is None:
+            continue
+        for _ in range(CHANGES):
+            before = best.geometry
+            _, best = _quicker(problem, before, near(before, arch), device)
+            if best is None or best.geometry == before:
+                break
         if best is not None:
-            changed = near(best.geometry, architecture(device))
-            best = _fastest(problem, changed, device) or best
             entries.append(entry(ask, *best))
     return entries
 
@@ -236,21 +289,62 @@ def _fastest(problem: _Problem, tried: Iterable[Geometry], device: int) -> _Time
     return min(timed, key=lambda one: one.microseconds, default=None)
 
 
-def tuned_again(device: int) -> Iterator[tuple[dict[str, Any], float]]:
-    """Each request of the tables measured anew, with tiles near its own and of other numbers: its
-    entry, and what its own tile took, measured beside them."""
-    arch = architecture(device)
-    known = [(ask, found) for ask in known_requests() if (found := measured(ask)) is not None]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # all that will be measured, side by side
-        tried = list(pool.map(lambda one: [*near(one[1], arch), *others(one[0], device)], known))
-        for geometry in {g for one in tried for g in one}:
+def _quicker(
+    problem: _Problem, present: Geometry, others: Iterable[Geometry], device: int
+) -> tuple[float | None, _Timed | None]:
+    """What a tile takes; and the fastest of it and others, itself where these gain hardly any."""
+    took, best = measure(problem, present, device), _fastest(problem, others, device)
+    if took is not None and (best is None or best.microseconds > took * (1 - LEAST_GAIN)):
+        best = _Timed(present, took)
+    return took, best
+
+
+class Again(NamedTuple):
+    """What became of a request of the tables."""
+
+    entry: dict[str, Any]
+    before: float  # what its own tile took, measured in the same run
+    left: int  # requests that are measured after this one, as far as is known
+
+
+def tuned_again(device: int) -> Iterator[Again]:
+    """Each request of the tables measured anew, beside tiles near its own and of other numbers;
+    those that another tile serves better once more, beside tiles near that."""
+    arch, here = architecture(device), chip(device)
+    known = ((ask, measured(ask)) for ask in known_requests())
+    own = {ask: found for ask, found in known if found is not None and serves(found, ask, here)}
+    before: dict[Request, float] = {}
+    present = own
+    for change in range(CHANGES):
+        tried = _compiled_near(present, arch, device if change == 0 else None)
+        changed: dict[Request, Geometry] = {}
+        for at, (ask, others) in enumerate(tried.items()):
+            took, best = _quicker(_Problem(ask, device), present[ask], others, device)
+            if took is not None:
+                before.setdefault(ask, took)
+            if best is None or ask not in before:
+                continue
+            if best.geometry != present[ask]:
+                changed[ask] = best.geometry
+            yield Again(entry(ask, *best), before[ask], len(tried) - at - 1)
+        present = changed
+
+
+def _compiled_near(
+    geometries: dict[Request, Geometry], arch: str, others_on: int | None
+) -> dict[Request, list[Geometry]]:
+    """Each with those near it, and those of other numbers where a device is named for them. All are
+    compiled, side by side."""
+
+    def near_one(ask: Request, geometry: Geometry) -> list[Geometry]:
+        more = [] if others_on is None else others(ask, others_on)
+        return [*near(geometry, arch), *more]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tried = list(pool.map(near_one, geometries, geometries.values()))
+        for geometry in {*geometries.values(), *(g for one in tried for g in one)}:
             pool.submit(compiled, geometry.tile.variant(arch))
-    for (ask, geometry), each in zip(known, tried, strict=True):
-        problem = _Problem(ask, device)
-        before = measure(problem, geometry, device)
-        best = _fastest(problem, each, device)
-        if before is not None and best is not None:
-            yield entry(ask, *best), before
+    return dict(zip(geometries, tried, strict=True))
 
 
 def entry(ask: Request, geometry: Geometry, microseconds: float) -> dict[str, Any]:
