@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecornn.bench.training.largest import Found, largest
+from ecornn.bench.training.largest import Found, Known, largest
 
 
 class Model:
@@ -76,18 +76,75 @@ def test_a_peak_that_does_not_grow_is_no_reason_to_divide_by_nothing() -> None:
     assert found == Found(300, 301, found.tries if found else 0)
 
 
+def test_what_does_not_grow_is_no_part_of_a_sample() -> None:
+    """One try that fits says where the limit is then, however much does not grow."""
+    for fixed in (100, 9_000):
+        model = Model(fixed=fixed, sample=14.0, limit=16_000)
+        found = largest(model, 64, model.limit, 6, 8, 0.95, Known(fixed))
+        assert found == Found(model.tried[-1], None, 2)
+        assert fixed + 14 * found.batch > 0.95 * model.limit
+
+
+def test_a_search_begins_at_what_others_measured() -> None:
+    model = Model(fixed=2_000, sample=200.0, limit=16_000)
+    known = Known(2_000, {8: 3_600})
+    found = largest(model, 8, model.limit, 6, enough=0.95, known=known)
+    assert model.tried == [int(8 + (0.98 * 16_000 - 3_600) / 200)]
+    assert found == Found(model.tried[0], None, 1)
+
+
+@pytest.mark.parametrize("said", [800, 2_100, 3_599, 9_000, 17_000])
+def test_what_others_said_is_not_believed(said: int) -> None:
+    """Of other code, whose batches took less, or more, or did not fit."""
+    model = Model(fixed=2_000, sample=200.0, limit=16_000)
+    found = largest(model, 8, model.limit, 8, known=Known(2_000, {8: said}))
+    assert found is not None
+    assert model.fits(found.batch)
+    assert found.batch >= 0.9 * model.best
+    assert len(set(model.tried)) == len(model.tried)
+
+
+def test_what_others_said_is_tried_where_nothing_else_fits() -> None:
+    model = Model(fixed=0, sample=100.0, limit=1_000)
+    found = largest(model, 8, model.limit, 2, known=Known(peaks={8: 100}))
+    assert (found, model.tried[-1]) == (Found(8, model.tried[0], 2), 8)
+    nothing = Model(fixed=2_000, sample=1.0, limit=1_000)
+    assert largest(nothing, 8, nothing.limit, 3, known=Known(peaks={8: 100})) is None
+    assert nothing.tried[-1] == 8
+
+
+def test_a_guess_that_does_not_fit_is_little_too_large() -> None:
+    """The allocator cannot use all: what fits by its peak may not."""
+    tried: list[int] = []
+
+    def attempt(batch: int) -> int | None:
+        tried.append(batch)
+        return 100 * batch if 100 * batch <= 95_000 else None
+
+    found = largest(attempt, 100, 100_000, 6, 4, 0.9)
+    assert tried == [100, 980, 920]
+    assert found == Found(920, 980, 3)
+
+
 @given(
     fixed=st.integers(0, 900),
     sample=st.floats(0.5, 60),
     start=st.integers(1, 200),
     tries=st.integers(1, 12),
     grain=st.sampled_from([1, 8]),
+    told=st.none() | st.tuples(st.integers(0, 900), st.integers(0, 1200)),
 )
 def test_what_is_found_fits_and_tries_are_bounded(
-    fixed: int, sample: float, start: int, tries: int, grain: int
+    fixed: int,
+    sample: float,
+    start: int,
+    tries: int,
+    grain: int,
+    told: tuple[int, int] | None,
 ) -> None:
     model = Model(fixed, sample, 1000)
-    found = largest(model, start, model.limit, tries, grain)
+    known = Known() if told is None else Known(told[0], {start: told[1]})
+    found = largest(model, start, model.limit, tries, grain, known=known)
     assert len(model.tried) <= tries
     assert all(batch >= 1 for batch in model.tried)
     assert len(set(model.tried)) == len(model.tried), "nothing is tried twice"

@@ -133,13 +133,27 @@ def test_a_wrong_gradient_of_ours_has_failed_and_of_others_is_told() -> None:
 
 def test_the_largest_batch_fits_and_is_timed() -> None:
     case = make_case("lstm-lm", "batch", tiny=True)
-    found = measured(case, EAGER)
+    found = Measurement(case, EAGER, CPU, EFFORTS["thorough"])
+    found.prepare()
+    found.measure()
     limit = (case.memory_gib or 0) * 2**30
     assert found.step is not None
     assert found.step.samples == found.metrics["largest_batch"]
     assert float(found.metrics["peak_bytes"]) <= limit
     assert float(found.metrics["refused_batch"]) > float(found.metrics["largest_batch"])
     assert float(found.metrics["samples_per_s"]) > 0
+
+
+def test_a_search_begins_where_the_step_was_measured() -> None:
+    """Of the first batch the file has the peak, so that it need not be tried."""
+    case = make_case("lstm-lm", "batch", tiny=True)
+    peak = int(measured(STEP, EAGER).metrics["peak_bytes"])
+    found = Measurement(case, EAGER, CPU, replace(EFFORTS["quick"], enough=0.8), peak)
+    found.prepare()
+    alone = Measurement(case, EAGER, CPU, replace(EFFORTS["quick"], enough=0.8))
+    alone.prepare()
+    assert float(found.metrics["tries"]) == float(alone.metrics["tries"]) - 1
+    assert found.metrics["largest_batch"] == pytest.approx(alone.metrics["largest_batch"], rel=0.2)
 
 
 def test_memory_that_others_took_is_no_batch_that_does_not_fit(
@@ -195,7 +209,7 @@ def test_running_out_of_memory_is_known_inside_other_errors() -> None:
 class TestServing:
     def serve(self, monkeypatch: pytest.MonkeyPatch, contender: str) -> list[dict[str, Any]]:
         request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
-        request |= {"effort": "quick", "compilers": 1, "began": 0.0}
+        request |= {"effort": "quick", "compilers": 1, "began": 0.0, "known_peak": None}
         said: list[dict[str, Any]] = []
         lines = "".join(json.dumps(line) + "\n" for line in ("turn", "turn", "measure"))
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -223,8 +237,9 @@ class TestServing:
         monkeypatch.setattr(Measurement, "prepare", broken)
         said: list[dict[str, Any]] = []
         request = {"case": STEP.to_json(), "contender": contender, "device": "cpu"}
+        told = {"effort": "quick", "compilers": 1, "began": 0.0, "known_peak": None}
         with pytest.raises(IndexError):
-            worker.serve(request | {"effort": "quick", "compilers": 1, "began": 0.0}, said.append)
+            worker.serve(request | told, said.append)
         assert said == [{"metrics": {why: "IndexError: off by one"}}]
 
     def test_what_cannot_be_measured_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import CHECKPOINT, EAGER
 from ecornn.bench.training.memory import (
     allocated_peak,
+    fixed_bytes,
     held_bytes,
     limited_to,
     peak_bytes,
@@ -48,6 +49,19 @@ def test_what_is_there_before_a_step_is_counted_once() -> None:
     step()
     adam = 2 * weights + 4 * len(list(step.model.parameters()))  # moments, and counts of steps
     assert held_bytes(step) == 2 * weights + batch + adam
+
+
+@pytest.mark.parametrize("model", ["gpt2", "resnet50"])
+def test_what_no_batch_changes_is_told_from_the_weights(model: str) -> None:
+    """Without the batch, and without Adam's counts of steps and batch norm's of batches."""
+    step = make_step(model, size="tiny", device="cpu")
+    foretold = fixed_bytes(make_step(model, size="tiny", device="meta"))
+    assert foretold == fixed_bytes(step)
+    step()
+    step.passes()
+    counts = 4 * len(list(step.model.parameters())) if model == "gpt2" else 0
+    batch = sum(tensor.nbytes for tensor in step.batch)
+    assert held_bytes(step) == foretold + counts + batch
 
 
 def warm(contender: object, length: int) -> Step:

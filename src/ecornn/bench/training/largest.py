@@ -1,24 +1,38 @@
 """The largest batch that fits, in few tries.
 
-Memory grows linearly with the batch once it is large, so that two tries that fit say where the
-limit is. The rest is bisection between what fits and what does not.
+Memory grows linearly with the batch once it is large, so that one try that fits, and what does not
+grow, say where the limit is, and two tries say it better. The rest is bisection between what fits
+and what does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 #: The peak in bytes of a step with so many samples; None if it did not fit.
 Attempt = Callable[[int], int | None]
 
 #: A guess stays below the limit by this much: fragments of the allocator take some memory too.
 MARGIN = 0.98
+#: A guess that does not fit is often little too large: so much of it is tried before the middle.
+BACK = 0.94
 #: At most so many times the batch that is known to fit.
 LEAP = 4
-#: The same after the first that fits: some memory does not grow, so that what is in proportion to
-#: its peak fits too.
+#: The same after the first that fits.
 FIRST_LEAP = 32
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known before the first try: what no batch takes less than, and the peaks of batches
+    that somebody else has measured, where a search begins. None of these counts as tried."""
+
+    fixed: int = 0
+    peaks: Mapping[int, int] = field(default_factory=dict)
+
+
+NOTHING = Known()
 
 
 @dataclass(frozen=True)
@@ -31,54 +45,77 @@ class Found:
 
 
 def largest(
-    attempt: Attempt, start: int, limit: int, tries: int, grain: int = 1, enough: float = 1.0
+    attempt: Attempt,
+    start: int,
+    limit: int,
+    tries: int,
+    grain: int = 1,
+    enough: float = 1.0,
+    known: Known = NOTHING,
 ) -> Found | None:
     """Batches are multiples of `grain`, or 1. One that takes more than such a part of the limit is
     `enough`. None if not even a single sample fits, or none of the batches tried."""
-    peaks: dict[int, int] = {}
-    refused: int | None = None
-    batch = start
-    for used in range(1, tries + 1):
+    # what others measured beyond the limit leads to no batch that fits
+    peaks = {batch: peak for batch, peak in known.peaks.items() if peak <= limit}
+    fitting: list[int] = []
+    refused: list[int] = []
+    batch: int | None = start
+    for left in reversed(range(tries)):
+        if peaks or refused:
+            batch = _following(peaks, refused, limit, grain, known.fixed)
+        if not fitting and (batch is None or not left):
+            batch = max(peaks, default=batch)  # of others: rather tried than nothing found
+        if batch is None:
+            break
         peak = attempt(batch)
         if peak is None:
-            refused = batch if refused is None else min(refused, batch)
-        else:
-            peaks[batch] = peak
-            if peak > enough * limit:
-                return Found(batch, refused, used)
-        following = _following(peaks, refused, limit, grain, start)
-        if following is None or used == tries:
-            return Found(max(peaks), refused, used) if peaks else None
-        batch = following
-    return None
+            refused.append(batch)
+            peaks.pop(batch, None)
+            continue
+        fitting.append(batch)
+        peaks[batch] = peak
+        if peak > enough * limit:
+            break
+    if not fitting:
+        return None
+    return Found(max(fitting), min(refused, default=None), len(fitting) + len(refused))
 
 
 def _following(
-    peaks: dict[int, int], refused: int | None, limit: int, grain: int, start: int
+    peaks: Mapping[int, int],
+    refused: Sequence[int],
+    limit: int,
+    grain: int,
+    fixed: int,
 ) -> int | None:
     """What to try next; None if nothing between what fits and what does not is left."""
-    fits = max(peaks, default=0)
-    if len(peaks) > 1:
-        guess = _extrapolated(peaks, limit)
-    elif peaks:
-        guess = min(
-            FIRST_LEAP * fits, max(fits + grain, int(fits * MARGIN * limit / max(peaks[fits], 1)))
-        )
+    below = min(refused, default=None)
+    fits = max((batch for batch in peaks if below is None or batch < below), default=0)
+    if fits:
+        guess = _guess(peaks, fits, MARGIN * limit, fixed) // grain * grain
+        if guess <= fits and below is None:
+            guess = _guess(peaks, fits, limit, fixed) // grain * grain
+        guess = max(guess, fits + grain)
     else:
-        guess = (refused or start) // LEAP
-    guess = max(guess // grain * grain, min(grain, start), 1)
-    if refused is None:
-        return guess if guess > fits else fits + grain
-    if fits < guess < refused:
+        assert below is not None, "there is something to follow"
+        guess = max(below // LEAP // grain * grain, min(grain, below), 1)
+    if below is None or guess < below:
         return guess
-    middle = (fits + refused) // 2
+    if len(refused) == 1:
+        guess = int(BACK * below) // grain * grain
+        if fits < guess < below:
+            return guess
+    middle = (fits + below) // 2
     middle = middle // grain * grain or middle
-    return middle if fits < middle < refused else None
+    return middle if fits < middle < below else None
 
 
-def _extrapolated(peaks: dict[int, int], limit: int) -> int:
-    (small, at_small), (large, at_large) = sorted(peaks.items())[-2:]
-    slope = (at_large - at_small) / (large - small)
-    if slope <= 0:
-        return LEAP * large
-    return min(LEAP * large, large + int((MARGIN * limit - at_large) / slope))
+def _guess(peaks: Mapping[int, int], fits: int, room: float, fixed: int) -> int:
+    """The batch that should take so much, which is not far beyond what fits."""
+    if len(peaks) == 1:
+        slope, leap = (peaks[fits] - fixed) / fits, FIRST_LEAP
+    else:
+        (small, at_small), (large, at_large) = sorted(peaks.items())[-2:]
+        slope, leap = (at_large - at_small) / (large - small), LEAP
+    most = leap * fits
+    return min(most, fits + int((room - peaks[fits]) / slope)) if slope > 0 else most

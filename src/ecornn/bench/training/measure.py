@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ecornn.bench.calls import capture
-from ecornn.bench.models.step import Step
+from ecornn.bench.models.step import Step, make_step
 from ecornn.bench.models.tasks import task_named
 from ecornn.bench.timing import clock_for, garbage_collected_before, summarize
 from ecornn.bench.training.accuracy import (
@@ -23,11 +23,12 @@ from ecornn.bench.training.accuracy import (
 from ecornn.bench.training.build import NotMeasurable, build
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import EAGER, Contender
-from ecornn.bench.training.largest import largest
+from ecornn.bench.training.largest import Known, largest
 from ecornn.bench.training.memory import (
     GIB,
     bytes_now,
     collect,
+    fixed_bytes,
     limited_to,
     optimizer_scratch,
     peak_bytes,
@@ -68,12 +69,14 @@ EFFORTS = {
 
 @dataclass
 class Measurement:
-    """`run` takes a step in the contender's manner, once it is prepared."""
+    """`run` takes a step in the contender's manner, once it is prepared. `known_peak`: that of the
+    batch at which a search for the largest begins, where it was measured before."""
 
     case: ModelCase
     contender: Contender
     device: torch.device
     effort: Effort
+    known_peak: int | None = None
     metrics: dict[str, float | str] = field(default_factory=dict)
     step: Step | None = None
     run: Callable[[], Any] | None = None
@@ -217,14 +220,18 @@ class Measurement:
         return step
 
     def _find_batch(self) -> None:
-        start = task_named(self.case.model).size(self.case.size).batch
-        limit = int((self.case.memory_gib or 0.0) * GIB)
+        case = self.case
+        start = task_named(case.model).size(case.size).batch
+        weights = make_step(case.model, size=case.size, batch=1, length=case.length, device="meta")
+        peaks = {} if self.known_peak is None else {start: self.known_peak}
+        limit = int((case.memory_gib or 0.0) * GIB)
         began = time.perf_counter()
         grain = max(1, min(8, start // 8))
         effort = self.effort
-        found = largest(self._attempt, start, limit, effort.tries, grain, effort.enough)
+        known = Known(fixed_bytes(weights), peaks)
+        found = largest(self._attempt, start, limit, effort.tries, grain, effort.enough, known)
         if found is None:
-            raise NotMeasurable(f"no batch was found that fits {self.case.memory_gib:g} GiB")
+            raise NotMeasurable(f"no batch was found that fits {case.memory_gib:g} GiB")
         self.metrics |= {"largest_batch": found.batch, "tries": found.tries}
         self.metrics |= {} if found.refused is None else {"refused_batch": found.refused}
         self.metrics["search_s"] = time.perf_counter() - began

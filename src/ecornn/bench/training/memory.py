@@ -65,6 +65,14 @@ def optimizer_scratch(step: Step) -> int:
     return 2 * max(storage_bytes([weight]) for weight in weights)
 
 
+def fixed_bytes(step: Step) -> int:
+    """What a step holds beside its batch, whatever that is, once its optimizer has its state: each
+    weight with its gradient and its moments, two of Adam's and one of SGD's, and the buffers."""
+    moments = 2 if isinstance(step.optimizer, torch.optim.Adam) else 1
+    weights = sum(weight.nbytes for weight in step.model.parameters())
+    return (2 + moments) * weights + sum(buffer.nbytes for buffer in step.model.buffers())
+
+
 def optimizer_bytes(step: Step) -> int:
     state = tree_leaves(step.optimizer.state_dict()["state"])
     device = step.device.type

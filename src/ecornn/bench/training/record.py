@@ -19,8 +19,8 @@ from ecornn.bench.environment import describe
 from ecornn.bench.record import Recording, check_writable
 from ecornn.bench.results import AnyCase, Results, Row, check_mergeable, merge, read, write
 from ecornn.bench.runners import choose_device, tf32_where_it_is_faster
-from ecornn.bench.training.cases import BENCHMARK, ModelCase
-from ecornn.bench.training.contenders import contenders_for
+from ecornn.bench.training.cases import BENCHMARK, ModelCase, make_case
+from ecornn.bench.training.contenders import Contender, contenders_for
 from ecornn.bench.training.schedule import COMMAND, Job, Limits, groups, run_jobs
 from ecornn.errors import InvalidInput
 
@@ -132,11 +132,21 @@ def make_plan(cases: Sequence[ModelCase], options: Options, known: Known) -> Pla
     for case in cases:
         found = contenders_for(case, options.device, options.contenders, unrolled=options.unrolled)
         if found and not (options.missing and all((case, c.name) in known for c in found)):
-            plan.append((case, [Job(case, contender) for contender in found]))
+            jobs = [Job(case, one, known_peak(case, one, known)) for one in found]
+            plan.append((case, jobs))
     if options.together:
         jobs = [job for _, of_case in plan for job in of_case]
         return [(group[0].case, list(group)) for group in groups(jobs, options.limits.workers)]
     return plan
+
+
+def known_peak(case: ModelCase, contender: Contender, known: Known) -> int | None:
+    """Of the step with the batch at which the search for the largest begins, from the file."""
+    if case.part != "batch":
+        return None
+    row = known.get((make_case(case.name, "step", tiny=case.size == "tiny"), contender.name))
+    peak = None if row is None else row.number("peak_bytes")
+    return None if peak is None else int(peak)
 
 
 def run_plan(plan: Plan, options: Options, console: Console, known: Known) -> Iterator[Job]:

@@ -56,6 +56,7 @@ class Limits:
 class Job:
     case: ModelCase
     contender: Contender
+    known_peak: int | None = None  # see `Measurement`
     metrics: dict[str, float | str] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     timed_s: float = 0.0  # in its turns
@@ -111,6 +112,7 @@ def run_jobs(
                             "contender": job.contender.name,
                             "device": device,
                             "effort": effort,
+                            "known_peak": job.known_peak,
                             "began": child.began,
                             "threads": max(1, torch.get_num_threads() // len(wave)),
                             "compilers": compilers_each(wave),

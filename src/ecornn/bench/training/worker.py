@@ -42,7 +42,8 @@ ORPHANED_AFTER_S = 0.5
 def serve(request: dict[str, Any], say: Say) -> None:
     case, contender = ModelCase.from_json(request["case"]), ALL[request["contender"]]
     device = torch.device(request["device"])
-    job = Measurement(case, contender, device, EFFORTS[request["effort"]])
+    effort = EFFORTS[request["effort"]]
+    job = Measurement(case, contender, device, effort, request["known_peak"])
     checking = case.part == "check"
     if checking:
         strict = task_named(case.model).strict
