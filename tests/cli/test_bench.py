@@ -111,10 +111,22 @@ def test_a_bad_file_is_told_and_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
-def test_the_gpu_s_benchmark_says_that_there_is_none() -> None:
-    result = bench("rnn")
+@pytest.mark.parametrize("name", ["rnn", "timeline"])
+def test_the_gpu_s_benchmarks_say_that_there_is_none(name: str) -> None:
+    result = bench(name)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: device: got a machine on which torch finds no CUDA GPU")
+
+
+def test_a_timeline_is_shown_by_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    metrics = {f"forward_{part}_us": 1.25 for part in ("steps", "products", "idle", "span")}
+    pretend(monkeypatch, results(Row(PLAIN, "ecornn+graph", metrics), benchmark="timeline"))
+    result = bench("timeline")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "ecornn+graph" in shown
+    assert shown.count("1.25 / –") == 4
 
 
 def test_an_interruption_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

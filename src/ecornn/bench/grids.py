@@ -96,4 +96,27 @@ RNN = Grid(
     ),
 )
 
-GRIDS: dict[str, Grid] = {grid.name: grid for grid in (CPU, RNN, SMOKE)}
+#: Of the sizes above, those whose time is worth taking apart: each is the slowest beside its target
+#: in some row of the table, or was.
+TIMELINE = Grid(
+    "timeline",
+    "cuda",
+    tuple(
+        Case("lstm", hidden, batch, STEPS, dtype)
+        for hidden, batch, dtype in (
+            (64, 16, "fp32"),
+            (128, 64, "fp32"),
+            (256, 4, "fp32"),
+            (512, 16, "fp16"),
+            (1024, 4, "fp32"),
+            (1024, 16, "fp16"),
+            (1024, 16, "bf16"),
+            (1024, 64, "bf16"),
+            (1024, 64, "fp32"),
+            (2048, 1, "bf16"),
+            (2048, 16, "bf16"),
+        )
+    ),
+)
+
+GRIDS: dict[str, Grid] = {grid.name: grid for grid in (CPU, RNN, SMOKE, TIMELINE)}

@@ -13,7 +13,13 @@ from ecornn.bench.cases import Case
 from ecornn.bench.environment import describe
 from ecornn.bench.grids import Grid
 from ecornn.bench.results import Results, Row, check_mergeable, merge, read, write
-from ecornn.bench.runners import choose_device, run_cases, tf32_where_it_is_faster
+from ecornn.bench.runners import (
+    Measure,
+    choose_device,
+    clock,
+    run_cases,
+    tf32_where_it_is_faster,
+)
 from ecornn.bench.timing import QUICK, Effort
 from ecornn.errors import InvalidInput
 
@@ -32,6 +38,7 @@ def record(
     efforts: Mapping[str, Effort],
     console: Console,
     out: Path | None = None,
+    measure: Measure = clock,
 ) -> Recording:
     """The file is written after every case: what was measured outlives an interruption."""
     device = choose_device(grid.device)
@@ -55,7 +62,7 @@ def record(
             if out is not None:
                 write(results(), out)
 
-        run_cases(cases, device, efforts[device.type], console, take)
+        run_cases(cases, device, efforts[device.type], console, take, measure)
     return Recording(results(), tuple(measured))
 
 

@@ -11,7 +11,7 @@ from ecornn.bench.compare import Judgement, judge, pairs, ratio, tally
 from ecornn.bench.contenders import is_ours
 from ecornn.bench.draw import draw, missing
 from ecornn.bench.glance import glance, put_into, targets_met
-from ecornn.bench.grids import CPU, RNN
+from ecornn.bench.grids import CPU, RNN, TIMELINE
 from ecornn.bench.markdown import (
     both,
     digits,
@@ -29,6 +29,7 @@ from ecornn.bench.profiling.report import profiler_parts
 from ecornn.bench.profiling.targets import PROFILER_TARGETS
 from ecornn.bench.results import FORWARD_PLAN, TRAIN_PLAN, Results, Row, layer_rows, read
 from ecornn.bench.targets import TARGETS
+from ecornn.bench.timeline.report import timeline_parts
 from ecornn.bench.training.cases import BENCHMARK
 from ecornn.bench.training.report import training_parts
 from ecornn.bench.training.targets import ECHO_TARGETS
@@ -52,6 +53,7 @@ TARGETS_MET = "What the measurements were to show, over all cases, and what is m
 #: What a section is of, by its benchmark; the page has them in this order.
 SUBJECTS = {
     RNN.name: "Recurrent layers",
+    TIMELINE.name: "Where the time of recurrent layers goes",
     BENCHMARK: "Training steps with Echo",
     PROFILER: "The memory profiler",
     CPU.name: "Recurrent layers on the CPU",
@@ -173,6 +175,8 @@ def _section(name: str, results: Results, judgements: Sequence[Judgement]) -> st
         parts = training_parts(results)
     elif results.benchmark == PROFILER:
         parts = profiler_parts(results)
+    elif results.benchmark == TIMELINE.name:
+        parts = timeline_parts(results)
     else:
         parts = _layer_parts(name, results)
     parts += [troubles(results), judged(judgements), earlier(results)]

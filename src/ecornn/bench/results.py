@@ -39,6 +39,8 @@ TEXT_METRICS = (
     "meta_not_measured",
     "exact_not_measured",
     "peak_not_predicted",
+    "forward_longest",
+    "train_longest",
 )
 
 #: What rows must share to stand in one file. The others may change from run to run.

@@ -53,6 +53,10 @@ class Entry:
         self.metrics[why] = reason
 
 
+#: Puts figures into entries whose calls have been checked.
+Measure = Callable[[Sequence[Entry], Problem, Effort], None]
+
+
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(
@@ -65,7 +69,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def run_cases(
-    cases: Sequence[Case], device: torch.device, effort: Effort, console: Console, take: Receiver
+    cases: Sequence[Case],
+    device: torch.device,
+    effort: Effort,
+    console: Console,
+    take: Receiver,
+    measure: Measure,
 ) -> None:
     """Measure all contenders of each case, under a progress bar."""
     build_ahead(cases, device, console)
@@ -83,7 +92,8 @@ def run_cases(
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=str(case))
-            take(run_case(case, contenders_for(case, device), device, effort, generator))
+            contenders = contenders_for(case, device)
+            take(run_case(case, contenders, device, effort, generator, measure))
             progress.advance(task)
 
 
@@ -93,13 +103,14 @@ def run_case(
     device: torch.device,
     effort: Effort,
     generator: torch.Generator,
+    measure: Measure | None = None,
 ) -> list[Row]:
-    """One row a contender, all measured in turns."""
+    """One row a contender; by the `clock`, if no other way to measure is given."""
     problem = draw_problem(case, device, generator)
     values = draw_values(problem, generator)
     entries = [prepare(contender, problem, values) for contender in contenders]
     verify(entries, problem, generator)
-    measure(entries, problem, effort)
+    (measure or clock)(entries, problem, effort)
     for _ in range(effort.checks - 1):
         verify(entries, problem, generator)
     rows = [Row(case, entry.contender.name, entry.metrics) for entry in entries]
@@ -150,18 +161,18 @@ def verify(entries: Sequence[Entry], problem: Problem, generator: torch.Generato
                 entry.drop("failed", verdict.failed)
 
 
-def measure(entries: Sequence[Entry], problem: Problem, effort: Effort) -> None:
+def clock(entries: Sequence[Entry], problem: Problem, effort: Effort) -> None:
     """Time both passes of those still in the race and, on CUDA, count their memory. The floor has
     a forward pass alone."""
     racing = {e.contender.name: (e, e.call) for e in entries if e.call is not None}
-    clock = clock_for(problem.device)
+    on = clock_for(problem.device)
     forward: dict[str, CallNow] = {name: call.forward for name, (_, call) in racing.items()}
     train: dict[str, CallNow] = {
         name: layer.train for name, (entry, _) in racing.items() if (layer := entry.layer_call)
     }
     with torch.no_grad():
-        found = {"forward_us": time_in_turns(forward, clock, effort)}
-    found["train_us"] = time_in_turns(train, clock, effort)
+        found = {"forward_us": time_in_turns(forward, on, effort)}
+    found["train_us"] = time_in_turns(train, on, effort)
     a_step = 1e6 / problem.case.steps
     for name, (entry, call) in racing.items():
         for metric, timings in found.items():

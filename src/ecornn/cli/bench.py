@@ -71,6 +71,16 @@ def rnn(
 
 
 @app.command()
+def timeline(
+    out: Out = None,
+    cases: Cases = "",
+    threads: Threads = None,
+) -> None:
+    """On a CUDA GPU: what it runs in a call, by torch's profiler; of sizes hard to make quicker."""
+    run("timeline", out, cases, quick=True, threads=threads, check=False)
+
+
+@app.command()
 def smoke(
     out: Out = None,
     cases: Cases = "",
@@ -125,16 +135,20 @@ def run(
 
     from ecornn.bench.cases import parse_filter, select
     from ecornn.bench.compare import judge
-    from ecornn.bench.grids import GRIDS
+    from ecornn.bench.grids import GRIDS, TIMELINE
     from ecornn.bench.record import record
+    from ecornn.bench.runners import clock
     from ecornn.bench.targets import TARGETS
+    from ecornn.bench.timeline.watch import watch
     from ecornn.bench.timing import QUICK, THOROUGH
 
     console, grid = Console(), GRIDS[name]
+    watched = grid is TIMELINE
     with bad_input_told(), threads_set(threads):
         chosen = select(grid.cases, parse_filter(cases))
-        recording = record(grid, chosen, QUICK if quick else THOROUGH, console, out)
-    console.print(render_times(recording.measured))
+        efforts, measure = QUICK if quick else THOROUGH, watch if watched else clock
+        recording = record(grid, chosen, efforts, console, out, measure)
+    console.print((render_timeline if watched else render_times)(recording.measured))
     troubles = [row for row in recording.measured if row.trouble is not None]
     for row in troubles:
         typer.echo(f"{row.contender}, {row.case}: {row.trouble}")
@@ -169,6 +183,17 @@ def render_times(rows: Iterable[Row]) -> Table:
                 Text("\n".join(f"{p} {times_as_fast(row, contenders[p])}" for p in peers)),
                 end_section=i == len(contenders) - 1,
             )
+    return made
+
+
+def render_timeline(rows: Iterable[Row]) -> Table:
+    from rich.text import Text
+
+    from ecornn.bench.timeline.report import HEADS, lines_of
+
+    made = table("µs a time step by what the GPU ran, forward / train", *HEADS)
+    for line in lines_of(rows):
+        made.add_row(*map(Text, line))
     return made
 
 
