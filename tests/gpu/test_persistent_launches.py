@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ecornn
+from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.backends.protocol import BackwardRequest, LayerCall, ResultGrads
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import device
@@ -125,6 +126,28 @@ def test_equal_bits_again_and_again(hidden: int) -> None:
         assert torch.equal(first.output_TBO, again.output_TBO)
         assert torch.equal(first_grads.h0_DBR, again_grads.h0_DBR)
         assert torch.equal(first_grads.weights[1], again_grads.weights[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_kernel_that_begins_early_waits_for_its_input(batch: int, dtype: torch.dtype) -> None:
+    """Gates stand where those of another input stood, and their product takes longer than the
+    kernel's weights do."""
+    torch.use_deterministic_algorithms(False)  # which fills memory between the two kernels
+    call = make_call("lstm", dtype, 64, batch, 256, inputs=256, keep="none")
+    layer, weights = PlainLayer(call), tuple(call.flat_weights())
+    assert layer._early
+    outputs: dict[bool, list[Tensor]] = {}
+    for early in (True, False):
+        layer._early = early
+        generator = torch.Generator("cuda").manual_seed(1)
+        outputs[early] = []
+        for _ in range(100):
+            x = torch.randn(call.input_TBI.shape, generator=generator, device="cuda").to(dtype)
+            outputs[early].append(
+                layer.forward(x, call.h0_DBR, call.c0_DBH, weights).output_TBO.clone()
+            )
+    assert all(map(torch.equal, outputs[True], outputs[False]))
 
 
 class Varied(NamedTuple):

@@ -55,9 +55,6 @@ pytestmark = [
     pytest.mark.no_cover,
 ]
 
-#: A tile of weights of each of four warps takes 4 KiB: four for eight or ten tiles of every warp,
-#: the last of which are fewer.
-STAGED = 16 << 10
 CASES = (
     Case("lstm", BF16, 129, 9),
     Case("lstm", BF16, 24, 17, pieces=True),
@@ -101,14 +98,14 @@ CASES = (
     Case("gru", FP32, 24, 9, "L2 and clusters", directions=2, marks_ahead=3),
     # weights that pass through shared memory, not all at once: every regime, whole vectors and not,
     # some that stay there
-    Case("lstm", BF16, 64, 13, "one block", staged_bytes=STAGED),
-    Case("lstm", BF16, 60, 3, "one block", width=2, directions=2, staged_bytes=STAGED),
-    Case("gru", FP32, 24, 3, "one block", width=2, pieces=True, staged_bytes=STAGED),
-    Case("lstm", BF16, 85, 13, "cluster", features=True, staged_bytes=STAGED),
-    Case("rnn_tanh", FP32, 85, 2, "cluster", numbers="ieee", width=2, staged_bytes=STAGED),
-    Case("gru", FP32, 24, 9, "L2 and clusters", numbers="tf32", staged_bytes=STAGED),
-    Case("lstm", BF16, 128, 5, in_registers=7, staged_bytes=STAGED),
-    Case("gru", FP32, 64, 9, in_registers=3, numbers="tf32", staged_bytes=STAGED),
+    Case("lstm", BF16, 64, 13, "one block", staged=True),
+    Case("lstm", BF16, 60, 3, "one block", width=2, directions=2, staged=True),
+    Case("gru", FP32, 24, 3, "one block", width=2, pieces=True, staged=True),
+    Case("lstm", BF16, 85, 13, "cluster", features=True, staged=True),
+    Case("rnn_tanh", FP32, 85, 2, "cluster", numbers="ieee", width=2, staged=True),
+    Case("gru", FP32, 24, 9, "L2 and clusters", numbers="tf32", staged=True),
+    Case("lstm", BF16, 128, 5, in_registers=7, staged=True),
+    Case("gru", FP32, 64, 9, in_registers=3, numbers="tf32", staged=True),
     # on the ordinary units: every cell, regime and width, of which all but 8 leave columns out
     Case("lstm", FP32, 129, 2, "L2 and clusters", width=2, numbers="ieee"),
     Case("gru", FP32, 24, 9, "L2 and clusters", features=True, numbers="ieee"),

@@ -223,6 +223,26 @@ def test_ordinary_units_may_serve_float32_of_few_sequences(
     assert tune.others(large, 0) == [], "the chip has no room for so many groups"
 
 
+def test_a_tile_of_another_version_s_kernels_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
+    choose._table.cache_clear()
+    try:
+        ask, other = (Request("forward", "lstm", "bf16", hidden, 4) for hidden in (256, 300))
+        known, found = measured(ask), ranked(other, HOPPER)[0]
+        assert known is not None
+        older = tune.entry(ask, known, 0.1)
+        older["tile"]["fetched"] = 2
+        choose.remember([older, tune.entry(other, found, 0.2)])
+        assert measured(ask) == known, "the package's own"
+        assert choose.step_microseconds(known, ask) != 0.1
+        assert measured(other) == found
+        assert choose.step_microseconds(found, other) == 0.2
+    finally:
+        choose._table.cache_clear()
+
+
 def test_a_tile_of_other_numbers_is_remembered_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

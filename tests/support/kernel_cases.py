@@ -53,8 +53,9 @@ class Case(NamedTuple):
     in_registers: int | None = None
     #: As in `Tile`; its own if 0.
     marks_ahead: int = 0
-    #: As in `Tile`: less than all weights take, so that they do not pass at once.
-    staged_bytes: int = 0
+    #: Whether weights pass through shared memory: two fifths of a warp's tiles at once, so that the
+    #: last ones are fewer.
+    staged: bool = False
 
     def __str__(self) -> str:
         named = ("features", "pieces")
@@ -66,7 +67,7 @@ class Case(NamedTuple):
         more += [] if self.rounded else ["rounded by readers"]
         more += [] if self.in_registers is None else [f"{self.in_registers} in registers"]
         more += [f"{self.marks_ahead} ahead"] if self.marks_ahead else []
-        more += [f"staged in {self.staged_bytes}"] if self.staged_bytes else []
+        more += ["staged"] if self.staged else []
         size = f"{self.hidden}x{self.batch}x{self.directions}"
         dtype = str(self.dtype).removeprefix("torch.")
         return "-".join([self.cell, dtype, size, self.regime, *more])
@@ -101,12 +102,15 @@ class Case(NamedTuple):
             polling=self.polling,
             rounded=self.rounded,
             marks_ahead=self.marks_ahead or least.tile.marks_ahead,
-            staged_bytes=self.staged_bytes,
         )
         if self.in_registers is not None:
             assert self.in_registers < tile.row_tiles * tile.chunks, tile
             rows, chunks = divmod(self.in_registers, tile.chunks)
             tile = replace(tile, register_tiles=rows, register_chunks=chunks)
+        if self.staged:
+            slots = -(-tile.in_registers * 2 // 5)
+            assert slots < tile.in_registers, tile
+            tile = replace(tile, staged_bytes=slots * tile.slot_bytes)
         return replace(least, tile=tile)
 
     def call(self) -> LayerCall:

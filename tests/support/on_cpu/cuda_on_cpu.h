@@ -191,6 +191,39 @@ static inline void multiply_on_cpu(float (&c)[4], const unsigned (&a)[4], unsign
   meet();
 }
 
+// ---- the launch ahead of this one
+// Until all threads have awaited it, what it makes is not there, and what stands in the place of this
+// one's results is still read.
+struct Place {
+  unsigned char* bytes;
+  size_t size;
+  int made;  // or else to be left alone
+};
+static std::vector<std::pair<Place, std::vector<unsigned char>>> before_launch;
+static void end_launch_ahead() noexcept {
+  for (auto& [place, held] : before_launch)
+    if (place.made)
+      std::copy(held.begin(), held.end(), place.bytes);
+    else
+      outside += !std::equal(held.begin(), held.end(), place.bytes);
+}
+static std::unique_ptr<std::barrier<void (*)() noexcept>> launch_ahead;
+static thread_local bool has_awaited;
+static inline void await_launch_ahead_on_cpu() {
+  has_awaited = true;
+  launch_ahead->arrive_and_wait();
+}
+static void begin_beside_launch_ahead(const Place* places, int count, int threads) {
+  before_launch.clear();
+  for (int i = 0; i < count; ++i) {
+    const Place& place = places[i];
+    before_launch.push_back({place, {place.bytes, place.bytes + place.size}});
+  }
+  for (auto& [place, held] : before_launch)
+    if (place.made) std::memset(place.bytes, 0xff, place.size);  // NaNs
+  launch_ahead = std::make_unique<std::barrier<void (*)() noexcept>>(threads, end_launch_ahead);
+}
+
 // ---- clusters
 struct Barrier {
   int bytes;
@@ -212,12 +245,13 @@ struct Job {
   Dim thread, place;
 };
 
-// `missing`: so many of the last blocks never run; `seconds`: how long is waited for them. The loads
-// that lay outside and the copies that are not aligned, or -1.
+// `missing`: so many of the last blocks never run; `seconds`: how long is waited for them. `places`:
+// of the launch ahead. The loads that lay outside, the copies that are not aligned and the results
+// that were written too early, or -1.
 template <class Arguments>
 static int launch(void (*kernel)(const Arguments), const Arguments* arguments, Dim grid, int threads,
                   int cluster, int shared_bytes, const uintptr_t* exchanged, int missing,
-                  double seconds) {
+                  double seconds, const Place* places = nullptr, int count = 0) {
   gridDim = grid;
   cycles_a_second = (1ll << 32) / seconds;
   outside = 0;
@@ -248,6 +282,7 @@ static int launch(void (*kernel)(const Arguments), const Arguments* arguments, D
               kernel, arguments, block.get(), {unsigned(t), 0, 0}, {x, y, z}}));
         blocks.push_back(std::move(block));
       }
+  begin_beside_launch_ahead(places, count, int(jobs.size()));
   pthread_attr_t small;
   pthread_attr_init(&small);
   pthread_attr_setstacksize(&small, 1 << 19);
@@ -260,6 +295,7 @@ static int launch(void (*kernel)(const Arguments), const Arguments* arguments, D
       block_here = own->block, warp_here = own->block->warps[threadIdx.x / 32].get();
       shared = own->block->shared;
       own->kernel(*own->arguments);
+      if (!has_awaited) launch_ahead->arrive_and_drop();
       return nullptr;
     };
     if (pthread_create(&made, &small, run, job.get())) return -1;

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -71,6 +71,8 @@ MANY_MARKS = 16 * 1024
 #: Shared memory that weights may pass through before the first step (decision 0038): none, or so
 #: much at least.
 STAGED_BYTES = (0, 64 * 1024)
+
+_TILE_NAMES = frozenset(field.name for field in fields(Tile))
 
 #: Tiles that were the fastest of many on an H200, one for each request that was measured.
 TUNED = Path(__file__).with_name("tuned.json")
@@ -157,9 +159,10 @@ def _key(ask: dict[str, Any]) -> tuple[Any, ...]:
 
 @cache
 def _table() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """What was measured for the package, and on top of it what was measured on this machine."""
-    entries = [*read_entries(TUNED), *read_entries(own_table())]
-    return {_key(entry["request"]): entry for entry in entries}
+    """What was measured for the package, and on top of it what was measured on this machine, but
+    for tiles that kernels of another version had."""
+    own = (entry for entry in read_entries(own_table()) if entry["tile"].keys() <= _TILE_NAMES)
+    return {_key(entry["request"]): entry for entry in [*read_entries(TUNED), *own]}
 
 
 def own_table() -> Path:

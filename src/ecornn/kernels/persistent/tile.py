@@ -132,13 +132,13 @@ class Tile:
         stream = AHEAD * self.items * self._parts * self.threads * self.element_bytes
         sums = self.partial_buffers * partial + 2 * received
         laid_out = weight_bytes + 2 * vectors + sums + stream + stage
-        return max(laid_out, self._slot_bytes) + 16
+        staged = min(self.in_registers, self.staged_bytes // self.slot_bytes) * self.slot_bytes
+        return max(laid_out, staged) + 16
 
     @property
-    def _slot_bytes(self) -> int:
-        """What weights that are staged have at least."""
-        slot = 2 * self.threads * 16
-        return min(self.in_registers, self.staged_bytes // slot) * slot
+    def slot_bytes(self) -> int:
+        """What one of each warp's tiles takes where weights are staged."""
+        return 2 * self.threads * 16
 
     @property
     def _parts(self) -> int:

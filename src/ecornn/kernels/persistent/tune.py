@@ -155,10 +155,10 @@ class _Problem:
         self.exchanged = self.d_gates if ask.kernel == "backward" else [self.output]
         self.rows, self.gate_rows = STEPS * b, rows
         self.input, self.input_weights = self._draw(STEPS * b, h), self._draw(rows, h, scale=0.01)
-        #: Whether the input's product is a kernel of ours, which one block's may begin beside.
-        self.small = ask.kernel == "forward" and is_small_product(
-            self.dtype.itemsize, self.rows, rows, h
-        )
+        #: Whether the input's product is a kernel of ours, which one block's may begin beside: in
+        #: layers of one direction alone.
+        small = is_small_product(self.dtype.itemsize, self.rows, rows, h)
+        self.small = small and ask.kernel == "forward" and d == 1
 
     def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
