@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -223,22 +224,38 @@ def test_ordinary_units_may_serve_float32_of_few_sequences(
     assert tune.others(large, 0) == [], "the chip has no room for so many groups"
 
 
-def test_a_tile_of_another_version_s_kernels_is_not_taken(
+def test_a_tile_of_another_version_s_kernels_is_not_taken_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
     choose._table.cache_clear()
     try:
         ask, other = (Request("forward", "lstm", "bf16", hidden, 4) for hidden in (256, 300))
+        twice = Request("backward", "gru", "tf32", 304, 2, directions=2)
         known, found = measured(ask), ranked(other, HOPPER)[0]
         assert known is not None
-        older = tune.entry(ask, known, 0.1)
-        older["tile"]["fetched"] = 2
-        choose.remember([older, tune.entry(other, found, 0.2)])
-        assert measured(ask) == known, "the package's own"
+        older = [tune.entry(ask, known, 0.1), tune.entry(twice, ranked(twice, HOPPER)[0], 0.3)]
+        for each in older:
+            each["tile"]["fetched"] = 2
+        path = choose.remember([*older, tune.entry(other, found, 0.2)])
+        with pytest.warns(UserWarning, match="another version's kernels") as told:
+            assert measured(ask) == known, "the package's own"
+        commands = (
+            "ecornn tune --hidden 256 --batch 4 --cell lstm --numbers bf16; "
+            "ecornn tune --hidden 304 --batch 2 --cell gru --numbers tf32 --bidirectional"
+        )
+        (message,) = (str(one.message) for one in told)
+        assert str(path) in message
+        assert message.endswith(f"measure these sizes anew: {commands}")
         assert choose.step_microseconds(known, ask) != 0.1
+        assert measured(twice) is None
         assert measured(other) == found
         assert choose.step_microseconds(found, other) == 0.2
+        # once they are measured, nothing is left to say
+        choose.remember([tune.entry(one, ranked(one, HOPPER)[0], 0.4) for one in (ask, twice)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert measured(twice) == ranked(twice, HOPPER)[0]
     finally:
         choose._table.cache_clear()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -161,8 +162,24 @@ def _key(ask: dict[str, Any]) -> tuple[Any, ...]:
 def _table() -> dict[tuple[Any, ...], dict[str, Any]]:
     """What was measured for the package, and on top of it what was measured on this machine, but
     for tiles that kernels of another version had."""
-    own = (entry for entry in read_entries(own_table()) if entry["tile"].keys() <= _TILE_NAMES)
-    return {_key(entry["request"]): entry for entry in [*read_entries(TUNED), *own]}
+    own = read_entries(own_table())
+    older = [entry for entry in own if not entry["tile"].keys() <= _TILE_NAMES]
+    if older:
+        again = dict.fromkeys(_command(entry["request"]) for entry in older)
+        warnings.warn(
+            f"tiles in {own_table()} are of another version's kernels and are not used; measure "
+            f"these sizes anew: {'; '.join(again)}",
+            stacklevel=2,
+        )
+    used = (entry for entry in own if entry not in older)
+    return {_key(entry["request"]): entry for entry in [*read_entries(TUNED), *used]}
+
+
+def _command(ask: dict[str, Any]) -> str:
+    """What measures a size, forwards and backwards."""
+    size = f"--hidden {ask['hidden']} --batch {ask['batch']}"
+    both = " --bidirectional" if ask["directions"] == 2 else ""
+    return f"ecornn tune {size} --cell {ask['cell']} --numbers {ask['numbers']}{both}"
 
 
 def own_table() -> Path:
