@@ -46,7 +46,7 @@ from support.kernel_cases import (
     run,
 )
 from support.machine import Machine
-from support.on_cpu import OnCpu, built, run_small, unavailable
+from support.on_cpu import OnCpu, run_kernel, run_small, unavailable
 from support.tolerances import assert_matches, tolerance
 
 pytestmark = [
@@ -383,10 +383,10 @@ def test_the_floor_hands_on_the_states_of_every_step(case: Case, folder: Path) -
     gave_up, a = ctypes.c_int(0), FloorArguments()
     a.exchange, a.seen, a.failed = states_TBH.data_ptr(), seen.data_ptr(), ctypes.addressof(gave_up)
     a.steps, a.batch, a.hidden, a.group_batch = STEPS, case.batch, case.hidden, found.group_batch
-    inside = (ctypes.c_size_t * 4)(a.exchange, a.exchange + states_TBH.nbytes, 0, 0)
-    floor = built(replace(found.tile, kernel="exchange_floor"), folder)
+    inside = (a.exchange, a.exchange + states_TBH.nbytes, 0, 0)
+    floor = replace(found.tile, kernel="exchange_floor")
     grid = (found.blocks, found.groups, found.directions)
-    outside = floor(ctypes.byref(a), *grid, inside, 0, ctypes.c_double(100.0))
+    outside = run_kernel(floor, folder, a, grid, exchanged=inside)
     assert (outside, gave_up.value) == (0, 0)
     assert (seen == 0).all()
     if found.tile.grid:

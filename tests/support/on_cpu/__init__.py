@@ -11,6 +11,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,12 @@ def headers(folder: Path) -> Path:
     return folder
 
 
+class Place(ctypes.Structure):
+    """Memory, and whether the launch ahead makes what is there, or still reads it."""
+
+    _fields_ = (("bytes", ctypes.c_void_p), ("size", ctypes.c_size_t), ("made", ctypes.c_int))
+
+
 @cache
 def built(tile: Tile | ShareTile | GradientTile, folder: Path) -> Any:
     """The launch function of a tile's kernel."""
@@ -165,21 +172,36 @@ extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, u
     library = here / "kernel.so"
     includes = (f"-I{headers(folder)}", f"-I{HERE}", f"-I{here}")
     compiled("-shared", *includes, "-o", str(library), str(here / "main.cpp"))
-    return ctypes.CDLL(str(library)).run
+    run = ctypes.CDLL(str(library)).run
+    # without these an argument left out is whatever lies in its place, and no error
+    run.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 3, ctypes.POINTER(ctypes.c_size_t))
+    run.argtypes += (ctypes.c_int, ctypes.c_double, ctypes.POINTER(Place), ctypes.c_int)
+    return run
+
+
+def run_kernel(
+    tile: Tile | ShareTile | GradientTile,
+    folder: Path,
+    arguments: Any,
+    grid: tuple[int, int, int],
+    *,
+    exchanged: Sequence[int] = (0, 0, 0, 0),
+    missing: int = 0,
+    beside: Sequence[Place] = (),
+) -> int:
+    """One launch: what went astray in it. `exchanged` is where that begins and ends, for each
+    direction; `missing` blocks never run; `beside` is memory of the launch ahead."""
+    # a busy machine may leave a thread alone for long
+    seconds = 0.5 if missing else 100.0
+    inside, places = (ctypes.c_size_t * 4)(*exchanged), (Place * len(beside))(*beside)
+    launch = built(tile, folder)
+    found = launch(ctypes.byref(arguments), *grid, inside, missing, seconds, places, len(places))
+    return int(found)
 
 
 def run_small(tile: ShareTile | GradientTile, arguments: Any, blocks: int, folder: Path) -> None:
     """One of the kernels beside the recurrence, which wait for nobody."""
-    nothing = (ctypes.c_size_t * 4)()
-    run = built(tile, folder)
-    forever = ctypes.c_double(100.0)
-    assert run(ctypes.byref(arguments), blocks, 1, 1, nothing, 0, forever, None, 0) == 0
-
-
-class Place(ctypes.Structure):
-    """Memory, and whether the launch ahead makes what is there, or still reads it."""
-
-    _fields_ = (("bytes", ctypes.c_void_p), ("size", ctypes.c_size_t), ("made", ctypes.c_int))
+    assert run_kernel(tile, folder, arguments, (blocks, 1, 1)) == 0
 
 
 def beside_launch_ahead(tile: Tile, arguments: Any) -> list[Place]:
@@ -203,7 +225,7 @@ class OnCpu:
 
     def __init__(self, geometry: Geometry, folder: Path, missing: int = 0) -> None:
         self.geometry, self.missing, self.failed = geometry, missing, 0
-        self._run = built(geometry.tile, folder)
+        self.folder = folder
 
     def __call__(self, arguments: Any, stream: Any = None, *, early: bool = False) -> None:
         """On a stream that is not the current one it runs when somebody waits for that."""
@@ -214,7 +236,7 @@ class OnCpu:
         steps = arguments.total if tile.kernel == "forward" else arguments.steps
         row = tile.inner * round_up(arguments.hidden, tile.vector)
         elements = (steps * arguments.batch - 1) * arguments.exchange_row + row
-        exchanged = (ctypes.c_size_t * 4)()
+        exchanged = [0] * 4
         for d in range(2):
             start = arguments.exchange[d] or 0
             exchanged[2 * d] = start
@@ -222,12 +244,11 @@ class OnCpu:
         gave_up = ctypes.c_int(0)
         arguments.failed = ctypes.addressof(gave_up)
         grid = (geometry.blocks, geometry.groups, geometry.directions)
-        # a busy machine may leave a thread alone for long
-        seconds = ctypes.c_double(0.5 if self.missing else 100.0)
-        places = beside_launch_ahead(tile, arguments)
-        outside = self._run(
-            *(ctypes.byref(arguments), *grid, exchanged, self.missing, seconds),
-            *((Place * len(places))(*places), len(places)),
+        outside = run_kernel(
+            *(tile, self.folder, arguments, grid),
+            exchanged=exchanged,
+            missing=self.missing,
+            beside=beside_launch_ahead(tile, arguments),
         )
         assert outside == 0, (
             f"{outside} loads astray or not aligned, results too early, or no memory: {geometry}"
