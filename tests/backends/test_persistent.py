@@ -42,7 +42,8 @@ def install(monkeypatch: pytest.MonkeyPatch, at_once: int) -> Driver:
     monkeypatch.setattr(device, "_FOUND", {})
     monkeypatch.setattr(device, "architecture", lambda index: "sm_90a")
     monkeypatch.setattr(device, "compiled", lambda variant: b"")
-    for name in ("make_context_current", "failure_flag", "share_launcher", "gradient_launcher"):
+    beside = ("share_launcher", "gradient_launcher", "transpose_launcher")
+    for name in ("make_context_current", "failure_flag", *beside):
         monkeypatch.setattr(device, name, lambda *_: None)
     for module in (device, persistent):
         monkeypatch.setattr(module, "chip", lambda index: HOPPER)

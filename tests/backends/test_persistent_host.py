@@ -20,7 +20,15 @@ from ecornn.errors import NoBackend
 from ecornn.kernels.persistent import gradients, shares
 from ecornn.kernels.reference import DirectionWeights
 from ecornn.ops.recurrence import recurrence
-from support.machine import BATCH, STEPS, Machine, make_call, routed, run_route
+from support.machine import (
+    BATCH,
+    STEPS,
+    Machine,
+    make_call,
+    routed,
+    run_route,
+    transpose_all,
+)
 from support.persistent_calls import widened
 from support.tolerances import assert_matches, tolerance
 
@@ -84,6 +92,23 @@ def test_gradients_of_a_layer_that_is_not_small(
     monkeypatch.setattr(gradients, "MOST_WORK", {4: 1})
     assert_like_the_definition(make_call(cell, 24, directions=directions))
     assert not machine.gradients
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_gradients_by_transposed_factors(
+    cell: str, directions: int, pieces: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three factors of each direction and piece."""
+    transpose_all(monkeypatch)
+    monkeypatch.setattr(gradients, "MOST_WORK", {4: 0})
+    monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1 if pieces else 1 << 30)
+    keep = "states" if cell == "rnn_tanh" or pieces else "gates"
+    assert_like_the_definition(make_call(cell, 24, directions=directions, keep=keep))
+    launches = machine.transposed.launches
+    assert launches % (3 * directions) == 0
+    assert (launches > 3 * directions) is (pieces and cell != "rnn_tanh")
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -49,10 +49,6 @@ def test_everyone_is_measured_called_and_replayed(dtype: str) -> None:
 
 def test_rows_say_which_calls_torch_s_kernels_run() -> None:
     """Where cuDNN's own persistent kernels are the quicker, ours are not what is measured."""
-    found = run(Case("lstm", 1024, 16, 32, "fp16"))
-    for name in ("ecornn", "ecornn+graph"):
-        assert found[name]["plan"].startswith("persistent, "), name
-        assert found[name]["forward_plan"].startswith("aten, "), name
     found = run(Case("lstm", 64, 64, 32, "fp32"))
     plans = [found[name][plan] for name in ("ecornn", "ecornn+graph") for plan in PLANS]
     backends = [plan.split(",")[0] for plan in plans]

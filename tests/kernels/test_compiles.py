@@ -16,6 +16,7 @@ from ecornn.kernels.persistent.choose import STAGED_BYTES, Request, ranked
 from ecornn.kernels.persistent.gradients import SPLIT, GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import CELLS, NUMBERS, POLLING, round_up
+from ecornn.kernels.persistent.transposed import TransposeTile
 from ecornn.kernels.row_losses import READ_AS, RowLossTile
 from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
 from support.compilations import compile_now, said_of
@@ -31,6 +32,7 @@ def small(source: str, arch: str) -> Variant:
         "exchange_floor": replace(tile, kernel="exchange_floor"),
         "gradients": GradientTile("lstm", "bf16", SPLIT if CHIPS[arch].clusters else 1),
         "shares": ShareTile("bf16"),
+        "transposed": TransposeTile(),
         "cross_entropy": CrossEntropyTile(),
         "row_losses": RowLossTile(READ_AS[torch.float32]),
     }
@@ -130,6 +132,12 @@ def test_the_gradients_compile_for(arch: str, cell: str, numbers: str) -> None:
 def test_the_shares_compile_for(arch: str, numbers: str) -> None:
     used = said_of(ShareTile(numbers).variant(arch))
     assert used.frame_bytes == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+def test_the_transposition_compiles_for(arch: str) -> None:
+    assert said_of(TransposeTile().variant(arch)).frame_bytes == 0
 
 
 @needs_compiler

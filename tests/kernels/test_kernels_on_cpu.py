@@ -30,7 +30,7 @@ from ecornn.backends.protocol import (
 )
 from ecornn.backends.registry import by_name
 from ecornn.kernels.persistent import gradients as small_gradients
-from ecornn.kernels.persistent import shares
+from ecornn.kernels.persistent import shares, transposed
 from ecornn.kernels.persistent.choose import Request
 from ecornn.kernels.persistent.floor import FloorArguments
 from ecornn.kernels.persistent.tile import POLLING, Geometry
@@ -324,6 +324,18 @@ def test_the_shares_of_small_layers(numbers: str, folder: Path) -> None:
     blocks = shares.share_blocks(ROWS, 4 * UNITS)
     run_small(shares.ShareTile(numbers), arguments, blocks, folder)
     assert_matches(found, x.double() @ w.double().T, tolerance(FP32))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (64, 128), (70, 37), (3, 200)])
+def test_a_matrix_column_by_column(rows: int, columns: int, folder: Path) -> None:
+    """Of a part of each row, to a part of each row."""
+    whole = torch.randn(rows, columns + 5, generator=torch.Generator().manual_seed(8))
+    values, found = whole[:, 2 : 2 + columns], torch.full((columns, rows + 3), float("nan"))
+    arguments = transposed.transpose_arguments(values, found[:, 1 : 1 + rows])
+    blocks = transposed.transpose_blocks(rows, columns)
+    run_small(transposed.TransposeTile(), arguments, blocks, folder)
+    assert torch.equal(found[:, 1 : 1 + rows], values.t())
+    assert found[:, [0, -2, -1]].isnan().all(), "nothing beside it is written"
 
 
 @pytest.mark.parametrize("numbers", ["tf32x3", "ieee"])

@@ -35,6 +35,7 @@ from ecornn.kernels.persistent.gradients import MOST_UNITS, SPLIT, GradientArgum
 from ecornn.kernels.persistent.model import WITHOUT_WAITS, describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments
 from ecornn.kernels.persistent.tile import CELLS, TILE_ROWS, Geometry
+from ecornn.kernels.persistent.transposed import TransposeArguments
 from ecornn.kernels.persistent.tune import entry
 from ecornn.kernels.row_losses import RowLossArguments
 from ecornn.spec import GATES
@@ -268,6 +269,7 @@ def _members(source: str, name: str) -> list[str]:
         ("exchange_floor.cu", FloorArguments),
         ("gradients.cu", GradientArguments),
         ("shares.cu", ShareArguments),
+        ("transposed.cu", TransposeArguments),
         ("cross_entropy.cu", CrossEntropyArguments),
         ("row_losses.cu", RowLossArguments),
     ],

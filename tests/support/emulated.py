@@ -22,6 +22,7 @@ from ecornn.kernels.persistent.arguments import (
 from ecornn.kernels.persistent.gradients import TILE, GradientArguments, GradientTile
 from ecornn.kernels.persistent.shares import ShareArguments
 from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.persistent.transposed import SIDE, TransposeArguments
 from ecornn.spec import GATES
 
 Array = NDArray[Any]
@@ -294,6 +295,19 @@ def shares(a: ShareArguments, blocks: int) -> None:
         found[m, n] = x[m] @ w_ih[n].T
 
 
+def transposed(a: TransposeArguments, blocks: int) -> None:
+    def rows_of(place: int, count: int, length: int, row: int) -> Any:
+        whole = view(place, (count - 1) * row + length)
+        return np.lib.stride_tricks.as_strided(whole, (count, length), (4 * row, 4))
+
+    values = rows_of(a.values, a.rows, a.columns, a.values_row)
+    found = rows_of(a.found, a.columns, a.rows, a.found_row)
+    for block in range(blocks):
+        down, across = divmod(block, -(-a.columns // SIDE))
+        r, c = (slice(at * SIDE, (at + 1) * SIDE) for at in (down, across))
+        found[c, r] = values[r, c].T
+
+
 def tiles(size: int) -> int:
     return -(-size // TILE)
 
@@ -334,6 +348,10 @@ class EmulatedLauncher:
         if isinstance(arguments, ShareArguments):
             assert blocks is not None
             shares(arguments, blocks)
+            return
+        if isinstance(arguments, TransposeArguments):
+            assert blocks is not None
+            transposed(arguments, blocks)
             return
         if isinstance(arguments, GradientArguments):
             assert blocks is not None

@@ -19,12 +19,14 @@ from ecornn.backends import (
     persistent_gradients,
     persistent_pair,
     persistent_plain,
+    persistent_products,
 )
 from ecornn.backends.protocol import LayerCall
 from ecornn.kernels.persistent.choose import Request, ranked
 from ecornn.kernels.persistent.gradients import GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.persistent.transposed import TransposeTile
 from ecornn.kernels.reference import DirectionWeights
 from ecornn.ops.direct import PlainRoute, plain_route, run_plain_route
 from ecornn.spec import GATES, weight_layout
@@ -59,6 +61,7 @@ class Machine:
         self.launchers: list[EmulatedLauncher] = []
         self.gradients: list[EmulatedLauncher] = []
         self.shares: list[EmulatedLauncher] = []
+        self.transposed = EmulatedLauncher(Geometry(TransposeTile(), 1, 1, 1, 0))  # type: ignore[arg-type]
         self.most_batch, self.most_directions, self.through_l2 = 99, 2, False
 
     def geometry(self, ask: Request, device: int | None) -> Any:
@@ -105,11 +108,20 @@ class Machine:
         monkeypatch.setattr(persistent_pair, "failure_flag", NoFailure)
         monkeypatch.setattr(persistent_pair, "Fork", LateFork)
         monkeypatch.setattr(pair_kernels, "share_launcher", self.share_launcher)
+        monkeypatch.setattr(persistent_products, "transpose_launcher", lambda _: self.transposed)
         for name in ("geometry", "launcher"):
             monkeypatch.setattr(pair_choice, name, getattr(self, name))
         monkeypatch.setattr(pair_choice, "chip", lambda device: HOPPER)
         monkeypatch.setattr(pair_choice, "prepare_sides", lambda device: None)
         pair_choice._shared.cache_clear()
+
+
+def transpose_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that gains by it, where nothing is too small."""
+    monkeypatch.setattr(persistent_products, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(persistent_products, "MANY", 0)
+    monkeypatch.setattr(persistent_products, "reads_along_the_inner", lambda device: True)
+    monkeypatch.setattr(persistent_products, "products_precision", lambda: "tf32")
 
 
 def make_call(

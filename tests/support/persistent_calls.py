@@ -55,8 +55,7 @@ def make_call(
         draw(*state, scale=0.5),
         draw(*state) if cell == "lstm" else None,
         weights,
-        keep="states",
-        **more,
+        **{"keep": "states", **more},
     )
 
 

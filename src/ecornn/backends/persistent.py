@@ -165,15 +165,12 @@ def _cudnn_is_quicker(spec: RnnSpec) -> bool:
     measured = spec.cell == "lstm" and spec.layers == 1 and not spec.bidirectional
     if not measured or spec.lengths or spec.resets:
         return False
-    if spec.hidden <= 64:
-        if spec.dtype != torch.float32:
-            return False
-        called, tf32 = spec.brief and not spec.captured, numbers_of(spec.dtype) == "tf32"
-        if tf32:
-            return spec.needs_grad and not called and not 0 < spec.batch <= 16
-        return not called or (0 < spec.batch < 16 and not spec.needs_grad)
-    aligned = spec.hidden == 1024 and spec.input_size % 128 == 0 and spec.batch == 16
-    return spec.dtype == torch.float16 and aligned and not spec.needs_grad
+    if spec.hidden > 64 or spec.dtype != torch.float32:
+        return False
+    called, tf32 = spec.brief and not spec.captured, numbers_of(spec.dtype) == "tf32"
+    if tf32:
+        return spec.needs_grad and not called and not 0 < spec.batch <= 16
+    return not called or (0 < spec.batch < 16 and not spec.needs_grad)
 
 
 @contextmanager

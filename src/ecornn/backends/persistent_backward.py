@@ -23,6 +23,7 @@ from ecornn.backends.persistent_calls import (
     through_l2,
 )
 from ecornn.backends.persistent_gradients import AtOnce
+from ecornn.backends.persistent_products import right_factor, weights_as_factor
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.reference import problem_of
 from ecornn.kernels.persistent.arguments import BackwardArguments
@@ -191,7 +192,8 @@ class _WeightGrads:
 
     def product(self, d: int, name: str, rows: Tensor, columns: Tensor) -> None:
         dtype = torch.float32 if self.widened else self.dtype
-        self.sums[d, name] = product_in(dtype, rows.T, columns, self.sums.get((d, name)))
+        right = right_factor([columns], rows.shape[1])
+        self.sums[d, name] = product_in(dtype, rows.T, right, self.sums.get((d, name)))
 
     def column_sums(self, d: int, rows: Tensor) -> None:
         value, found = column_sums(rows), self.sums.get((d, "biases"))
@@ -301,10 +303,11 @@ def _undo(layer: _Layer, every: list[Launch], a: BackwardArguments, piece: Piece
 
 def _input_grad(layer: _Layer, d_input: Tensor, d_gates: Tensor, d: int, *, add: bool) -> None:
     to_input = d_gates[:, layer.hidden :] if layer.cell == "gru" else d_gates
+    weights = weights_as_factor(layer.weights[d].w_ih, d_gates.shape[0])
     if add:
-        torch.addmm(d_input, to_input, layer.weights[d].w_ih, out=d_input)
+        torch.addmm(d_input, to_input, weights, out=d_input)
     else:
-        torch.mm(to_input, layer.weights[d].w_ih, out=d_input)
+        torch.mm(to_input, weights, out=d_input)
 
 
 def _weight_grads(

@@ -252,7 +252,7 @@ class Matched:
 
     def __call__(self) -> AbstractContextManager[None]:
         """As a rule they match anyway."""
-        if self._tf32 is None or (_products_precision() == "tf32") == self._tf32:
+        if self._tf32 is None or (products_precision() == "tf32") == self._tf32:
             return _AS_THEY_ARE
         return _products_in("tf32" if self._tf32 else "ieee")
 
@@ -264,14 +264,14 @@ def matching_products() -> AbstractContextManager[None]:
     return Matched(torch.float32)()
 
 
-def _products_precision() -> str:
+def products_precision() -> str:
     found: str = torch.backends.cuda.matmul.fp32_precision  # "none" is IEEE too
     return found
 
 
 @contextmanager
 def _products_in(precision: str) -> Iterator[None]:
-    before = _products_precision()
+    before = products_precision()
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         yield

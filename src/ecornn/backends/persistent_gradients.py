@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ecornn.backends.persistent_calls import Matched, column_sums
+from ecornn.backends.persistent_products import right_factor, weights_as_factor
 from ecornn.backends.zeros import is_zero_state
 from ecornn.kernels.persistent.device import numbers_of
 from ecornn.kernels.persistent.gradients import (
@@ -112,14 +113,16 @@ class GateGradients:
         hidden, batch, rows = self._hidden, self._batch, d_gates.shape[0]
         to_input = self.to_input(d_gates)
         to_state = d_gates[:, : 3 * hidden] if self._gru else d_gates
-        d_input = torch.mm(to_input, weights[0]).view(x.shape) if needs_input else None
-        d_w_ih = torch.mm(to_input.t(), x.view(rows, self._inputs))
-        states, across = output.view(rows, hidden), to_state.t()
+        d_input: Tensor | None = None
+        if needs_input:
+            d_input = torch.mm(to_input, weights_as_factor(weights[0], rows)).view(x.shape)
+        wide = to_input.shape[1]
+        d_w_ih = torch.mm(to_input.t(), right_factor([x.view(rows, self._inputs)], wide))
+        states, across = output.view(rows, hidden)[: rows - batch], to_state.t()
         if is_zero_state(h0):  # the first step adds nothing
-            d_w_hh = torch.mm(across[:, batch:], states[: rows - batch])
+            d_w_hh = torch.mm(across[:, batch:], right_factor([states], wide))
         else:
-            entered = torch.cat([h0.view(batch, hidden), states[: rows - batch]])
-            d_w_hh = torch.mm(across, entered)
+            d_w_hh = torch.mm(across, right_factor([h0.view(batch, hidden), states], wide))
         if len(weights) == 2:
             return d_input, [d_w_ih, self._in_order(d_w_hh)]
         # two rows, since b_ih and b_hh must not share memory

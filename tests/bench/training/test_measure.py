@@ -108,6 +108,28 @@ def test_echo_s_gradients_are_eager_s_to_the_bit(name: str) -> None:
     assert "failed" not in metrics
 
 
+def test_a_batch_that_no_longer_fits_gives_way_to_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Measurement(make_case("lstm-lm", "batch", tiny=True), EAGER, CPU, EFFORTS["quick"])
+    found.prepare()
+    first, timed = found.metrics["largest_batch"], found._timed
+
+    def once_too_large() -> None:
+        timed()
+        if found.metrics["largest_batch"] == first:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(found, "_timed", once_too_large)
+    found.turn()
+    found.measure()
+    assert found.metrics["refused_batch"] == first
+    assert 0.8 * float(first) < float(found.metrics["largest_batch"]) < float(first)
+    assert found.metrics["step_samples"] == EFFORTS["quick"].steps, "none of the larger batch"
+    assert found.step is not None
+    assert found.step.samples == found.metrics["largest_batch"]
+
+
 def test_a_budget_that_cannot_be_met_is_no_failure() -> None:
     starved = replace(ECHO_EAGER, memory=0.01)
     with pytest.raises(NotMeasurable, match=r"refused: .* memory: got fraction 0.01.*KiB"):

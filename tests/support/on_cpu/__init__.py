@@ -20,6 +20,7 @@ from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.persistent.gradients import GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import Geometry, Tile, round_up
+from ecornn.kernels.persistent.transposed import TransposeTile
 
 HERE = Path(__file__).parent
 ARGUMENTS = {
@@ -28,7 +29,10 @@ ARGUMENTS = {
     "exchange_floor": "FloorArguments",
     "shares": "ShareArguments",
     "gradients": "GradientArguments",
+    "transposed": "TransposeArguments",
 }
+#: Kernels beside the recurrence, which wait for nobody.
+OnItsOwn = ShareTile | GradientTile | TransposeTile
 #: Sources whose other assembly is of numbers or clusters that are not run here.
 PARTLY = ("numbers.cuh", "tiles.cuh", "gradients.cu")
 
@@ -91,6 +95,13 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
         ('asm volatile("st.global.L2::cache_hint.u32', '"memory");', "*address = value;"),
     ],
     "product.cuh": [('asm volatile("fence.mbarrier_init', '"memory");', "")],
+    "transposed.cu": [
+        (
+            "__shared__ float tiles",
+            "all banks\n",
+            "#define tiles (*reinterpret_cast<float(*)[SIDE][SIDE + 1]>(shared))\n",
+        )
+    ],
     "tiles.cuh": [
         (
             "__shared__ __align__(16) Element tiles",
@@ -144,7 +155,7 @@ class Place(ctypes.Structure):
 
 
 @cache
-def built(tile: Tile | ShareTile | GradientTile, folder: Path) -> Any:
+def built(tile: OnItsOwn | Tile, folder: Path) -> Any:
     """The launch function of a tile's kernel."""
     constants = dict(tile.variant("sm_90a").constants)
     key = hashlib.sha256(repr((tile.kernel, constants)).encode()).hexdigest()[:16]
@@ -153,7 +164,8 @@ def built(tile: Tile | ShareTile | GradientTile, folder: Path) -> Any:
     for source in (SOURCES / f"{tile.kernel}.cu", *SOURCES.glob("*.cuh")):
         (here / source.name).write_text(for_cpu(source.name, source.read_text()))
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    element = "unsigned short" if tile.numbers in ("bf16", "fp16") else "unsigned"
+    halves = getattr(tile, "numbers", None) in ("bf16", "fp16")
+    element = "unsigned short" if halves else "unsigned"
     shared_bytes = "SHARED_BYTES" if isinstance(tile, Tile) else "sizeof(tiles)"
     (here / "main.cpp").write_text(
         f'''#include "cuda_on_cpu.h"
@@ -180,7 +192,7 @@ extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, u
 
 
 def run_kernel(
-    tile: Tile | ShareTile | GradientTile,
+    tile: OnItsOwn | Tile,
     folder: Path,
     arguments: Any,
     grid: tuple[int, int, int],
@@ -199,8 +211,7 @@ def run_kernel(
     return int(found)
 
 
-def run_small(tile: ShareTile | GradientTile, arguments: Any, blocks: int, folder: Path) -> None:
-    """One of the kernels beside the recurrence, which wait for nobody."""
+def run_small(tile: OnItsOwn, arguments: Any, blocks: int, folder: Path) -> None:
     assert run_kernel(tile, folder, arguments, (blocks, 1, 1)) == 0
 
 

@@ -2,11 +2,13 @@
 
 Memory grows linearly with the batch once it is large, so that one try that fits, and what does not
 grow, say where the limit is, and two tries say it better. The rest is bisection between what fits
-and what does not.
+and what does not: by factors as long as these are far apart, as they are where the peak of a plan
+that recomputes less for a large batch than for a small one has misled the first guess.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +23,8 @@ BACK = 0.94
 LEAP = 4
 #: The same after the first that fits.
 FIRST_LEAP = 32
+#: What does not fit is far from what does if it is so many times that.
+FAR = 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def _following(
         guess = int(BACK * below) // grain * grain
         if fits < guess < below:
             return guess
-    middle = (fits + below) // 2
+    middle = math.isqrt(fits * below) if below > FAR * fits else (fits + below) // 2
     middle = middle // grain * grain or middle
     return middle if fits < middle < below else None
 

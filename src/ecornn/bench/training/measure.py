@@ -23,7 +23,7 @@ from ecornn.bench.training.accuracy import (
 from ecornn.bench.training.build import NotMeasurable, build
 from ecornn.bench.training.cases import ModelCase
 from ecornn.bench.training.contenders import EAGER, Contender
-from ecornn.bench.training.largest import Known, largest
+from ecornn.bench.training.largest import BACK, Known, largest
 from ecornn.bench.training.memory import (
     GIB,
     bytes_now,
@@ -63,7 +63,7 @@ class Effort:
 
 EFFORTS = {
     "thorough": Effort(turns=10, further=30, steps=3, tries=7),
-    "quick": Effort(turns=7, further=7, steps=2, tries=5, enough=0.95),
+    "quick": Effort(turns=7, further=7, steps=2, tries=6, enough=0.95),
 }
 
 
@@ -78,6 +78,7 @@ class Measurement:
     effort: Effort
     known_peak: int | None = None
     metrics: dict[str, float | str] = field(default_factory=dict)
+    grain: int = 1  # of which batches that are tried are multiples, if they can be
     step: Step | None = None
     run: Callable[[], Any] | None = None
     joint: Joint | None = None  # of the part "plan"
@@ -122,13 +123,50 @@ class Measurement:
     def turn(self) -> None:
         """Time some steps. Others do so in between: what slows the machine for some seconds then
         slows everybody. The first step finds the caches as they left them and is not timed."""
+        with limited_to(self.case.memory_gib or 1024.0, self.device):
+            if self.case.part != "batch":
+                self._timed()
+                return
+            self._timed_where_it_fits()
+            self._give_back()
+
+    def _timed(self) -> None:
         assert self.run is not None
         clock = clock_for(self.device)
-        with limited_to(self.case.memory_gib or 1024.0, self.device), garbage_collected_before():
+        with garbage_collected_before():
             clock.measure(self.run, 1)
             self.seconds += [clock.measure(self.run, 1) for _ in range(self.effort.steps)]
-        if self.case.part == "batch":
-            self._give_back()
+
+    def _timed_where_it_fits(self) -> None:
+        """What fitted once need not do so again: memory that was given back and asked for anew may
+        lie in other pieces."""
+        for _ in range(WAITS):
+            try:
+                self._timed()
+                return
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                taken = taken_by_others(self._limit, self.device)
+            if taken:
+                self._give_back()
+                time.sleep(WAIT_S)
+            else:
+                self._shrink()
+        raise NotMeasurable(TAKEN)
+
+    def _shrink(self) -> None:
+        """A smaller batch in place of one that no longer fits, and its times anew."""
+        batch = int(self.metrics["largest_batch"])
+        self.seconds.clear()
+        peak: int | None = None
+        while peak is None:
+            self.metrics["refused_batch"] = batch
+            batch = int(BACK * batch) // self.grain * self.grain
+            if batch < 1:
+                raise NotMeasurable("no batch that was found to fit did so again")
+            peak = self._attempt(batch)
+        self.metrics["largest_batch"] = batch
 
     def measure(self) -> None:
         """All the rest, once the turns are over."""
@@ -224,12 +262,13 @@ class Measurement:
         start = task_named(case.model).size(case.size).batch
         weights = make_step(case.model, size=case.size, batch=1, length=case.length, device="meta")
         peaks = {} if self.known_peak is None else {start: self.known_peak}
-        limit = int((case.memory_gib or 0.0) * GIB)
         began = time.perf_counter()
-        grain = max(1, min(8, start // 8))
+        self.grain = max(1, min(8, start // 8))
         effort = self.effort
         known = Known(fixed_bytes(weights), peaks)
-        found = largest(self._attempt, start, limit, effort.tries, grain, effort.enough, known)
+        found = largest(
+            self._attempt, start, self._limit, effort.tries, self.grain, effort.enough, known
+        )
         if found is None:
             raise NotMeasurable(f"no batch was found that fits {case.memory_gib:g} GiB")
         self.metrics |= {"largest_batch": found.batch, "tries": found.tries}
@@ -239,12 +278,15 @@ class Measurement:
             self._attempt(found.batch)
         self._give_back()
 
+    @property
+    def _limit(self) -> int:
+        return int((self.case.memory_gib or 0.0) * GIB)
+
     def _attempt(self, batch: int) -> int | None:
-        limit = int((self.case.memory_gib or 0.0) * GIB)
         for _ in range(WAITS):
-            peak, taken = self._tried(batch, limit)
+            peak, taken = self._tried(batch, self._limit)
             if not taken:
-                return None if self.device.type == "cpu" and (peak or 0) > limit else peak
+                return None if self.device.type == "cpu" and (peak or 0) > self._limit else peak
             self._give_back()
             time.sleep(WAIT_S)
         raise NotMeasurable(TAKEN)

@@ -18,6 +18,7 @@ from ecornn.kernels.persistent.gradients import MOST_UNITS, gradient_launcher
 from ecornn.kernels.persistent.launch import architecture, kernel, make_context_current
 from ecornn.kernels.persistent.shares import share_launcher
 from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.persistent.transposed import transpose_launcher
 
 #: Tensor cores for bfloat16 and TF32 begin here.
 OLDEST = (8, 0)
@@ -100,6 +101,8 @@ def _find_geometry(ask: Request, device: int) -> Geometry | None:
                 if ask.kernel == "backward":
                     if ask.hidden <= MOST_UNITS:
                         gradient_launcher(ask.cell, ask.numbers, device)
+                    if ask.numbers == "tf32":
+                        transpose_launcher(device)
                 else:
                     share_launcher(ask.numbers, device)
                 return found
