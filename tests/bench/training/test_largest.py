@@ -142,6 +142,14 @@ def test_a_peak_of_another_plan_misleads_one_guess() -> None:
     assert tried[0] > 3_000
 
 
+def test_whoever_has_no_time_takes_what_fits() -> None:
+    model = Model(fixed=0, sample=10.0, limit=16_000)
+    found = largest(model, 3_000, model.limit, 20, go_on=lambda: False)
+    assert found is not None
+    assert model.fits(found.batch)
+    assert not any(model.fits(batch) for batch in model.tried[:-1]), "it goes on until one fits"
+
+
 @given(
     fixed=st.integers(0, 900),
     sample=st.floats(0.5, 60),

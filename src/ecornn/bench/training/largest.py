@@ -56,9 +56,12 @@ def largest(
     grain: int = 1,
     enough: float = 1.0,
     known: Known = NOTHING,
+    *,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> Found | None:
     """Batches are multiples of `grain`, or 1. One that takes more than such a part of the limit is
-    `enough`. None if not even a single sample fits, or none of the batches tried."""
+    `enough`; one that fits is, too, where nobody wants to `go_on`. None if not even a single sample
+    fits, or none of the batches tried."""
     # what others measured beyond the limit leads to no batch that fits
     peaks = {batch: peak for batch, peak in known.peaks.items() if peak <= limit}
     fitting: list[int] = []
@@ -78,7 +81,7 @@ def largest(
             continue
         fitting.append(batch)
         peaks[batch] = peak
-        if peak > enough * limit:
+        if peak > enough * limit or not go_on():
             break
     if not fitting:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,18 +53,20 @@ SEED = 11
 class Effort:
     """Contenders take `turns`, in each of which `steps` are timed, and at most `further` ones while
     their medians are uncertain. Of the largest batch there are so many `tries`, of which each may
-    be a compilation, and one that takes such a part of the memory is `enough`."""
+    be a compilation, and one that takes such a part of the memory is `enough`; after `search_s`
+    whatever fits is."""
 
     turns: int
     further: int
     steps: int
     tries: int
     enough: float = 1.0
+    search_s: float = math.inf
 
 
 EFFORTS = {
     "thorough": Effort(turns=10, further=30, steps=3, tries=7),
-    "quick": Effort(turns=7, further=7, steps=2, tries=6, enough=0.95),
+    "quick": Effort(turns=7, further=7, steps=2, tries=6, enough=0.95, search_s=120),
 }
 
 
@@ -267,7 +270,8 @@ class Measurement:
         effort = self.effort
         known = Known(fixed_bytes(weights), peaks)
         found = largest(
-            self._attempt, start, self._limit, effort.tries, self.grain, effort.enough, known
+            *(self._attempt, start, self._limit, effort.tries, self.grain, effort.enough, known),
+            go_on=lambda: time.perf_counter() - began < effort.search_s,
         )
         if found is None:
             raise NotMeasurable(f"no batch was found that fits {case.memory_gib:g} GiB")
