@@ -23,7 +23,7 @@ from ecornn.nn import base, overlapped, plain, stack
 from ecornn.nn.stack import explained
 from ecornn.ops import pair
 from support.emulated import EmulatedLauncher
-from support.machine import Machine
+from support.machine import REGIMES, Machine
 from support.tolerances import assert_matches, tolerance
 
 STEPS, BATCH, INPUT, HIDDEN = 11, 3, 5, 64
@@ -44,9 +44,14 @@ def taken(on_gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return runs
 
 
-def made(cell: str, layers: int = 2, **options: Any) -> Any:
+def made(cell: str, layers: int = 2, hidden: int = HIDDEN, **options: Any) -> Any:
     torch.manual_seed(1)
-    return getattr(ecornn, cell)(INPUT, HIDDEN, layers, **options)
+    return getattr(ecornn, cell)(INPUT, hidden, layers, **options)
+
+
+def units(regime: str) -> int:
+    """For which there is a kernel: of fewer, scaled ones do not exchange through L2."""
+    return 136 if regime == "L2, scaled" else HIDDEN
 
 
 def of_torch(layer: Any) -> Any:
@@ -71,7 +76,7 @@ def drawn(layer: Any, *, states: bool = True) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     count = (2 if isinstance(layer, nn.LSTM) else 1) if states else 0
     shape = (BATCH, STEPS, INPUT) if layer.batch_first else (STEPS, BATCH, INPUT)
-    shapes = [shape] + [(layer.num_layers, BATCH, HIDDEN)] * count
+    shapes = [shape] + [(layer.num_layers, BATCH, layer.hidden_size)] * count
     return [torch.randn(s, generator=generator) for s in shapes]
 
 
@@ -99,21 +104,21 @@ def assert_like_torch(layer: Any, *, used: slice = slice(None), states: bool = T
 
 
 @pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
-@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("cell", CELLS)
 def test_outputs_and_gradients_are_torch_s(
     cell: str,
-    through_l2: bool,
+    regime: str,
     small: bool,
     taken: list[int],
     on_gpu: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    on_gpu.through_l2 = through_l2
+    on_gpu.run_as(regime)
     if not small:
         monkeypatch.setattr(gradients, "MOST_WORK", {4: 1})
         monkeypatch.setattr(shares, "MOST_WORK", {4: 1})
-    assert_like_torch(made(cell))
+    assert_like_torch(made(cell, hidden=units(regime)))
     assert len(taken) == 1
     assert [launcher.launches for launcher in on_gpu.launchers] == [8, 6]
     assert bool(on_gpu.gradients) == bool(on_gpu.shares) == small
@@ -128,19 +133,19 @@ def test_without_biases_and_with_the_batch_first(
     assert taken
 
 
-@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("cell", CELLS)
 def test_shares_of_the_gates_in_turns(
     cell: str,
-    through_l2: bool,
+    regime: str,
     taken: list[int],
     on_gpu: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where they are large; those of an LSTM that keeps its gates are there in any case."""
-    on_gpu.through_l2 = through_l2
+    on_gpu.run_as(regime)
     monkeypatch.setattr(persistent_calls, "SMALL_BYTES", 1)
-    layer = made(cell)
+    layer = made(cell, hidden=units(regime))
     assert_like_torch(layer)
     tensors = drawn(layer)
     with torch.no_grad():

@@ -22,6 +22,7 @@ from ecornn.kernels.reference import DirectionWeights
 from ecornn.ops.recurrence import recurrence
 from support.machine import (
     BATCH,
+    REGIMES,
     STEPS,
     Machine,
     make_call,
@@ -68,16 +69,16 @@ def assert_like_the_definition(call: LayerCall, *, everything: bool = True) -> L
     return found
 
 
-@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("keep", ["states", "gates"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_one_launch_a_pass(
-    machine: Machine, cell: str, keep: str, directions: int, through_l2: bool
+    machine: Machine, cell: str, keep: str, directions: int, regime: str
 ) -> None:
-    machine.through_l2 = through_l2
+    machine.run_as(regime)
     keep = "states" if cell.startswith("rnn") else keep
-    found = assert_like_the_definition(make_call(cell, 80, directions=directions, keep=keep))
+    found = assert_like_the_definition(make_call(cell, 136, directions=directions, keep=keep))
     assert [launcher.launches for launcher in machine.launchers] == [1, 1]
     # one more for all gradients of a small layer of one direction
     assert [launcher.launches for launcher in machine.gradients] == [1] * (directions == 1)
@@ -112,7 +113,7 @@ def test_gradients_by_transposed_factors(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize(
     ("cell", "keep"),
     [*((cell, keep) for cell in CELLS for keep in ("none", "gates")), ("lstm", "states")],
@@ -121,15 +122,15 @@ def test_the_short_way_is_the_general_one(
     machine: Machine,
     cell: str,
     keep: str,
-    through_l2: bool,
+    regime: str,
     bias: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine.through_l2 = through_l2
+    machine.run_as(regime)
     if not bias:  # with and without a product of its own
         monkeypatch.setattr(shares, "MOST_WORK", {4: 1})
     keep = "states" if keep == "gates" and cell.startswith("rnn") else keep
-    call = make_call(cell, 80, keep=keep)
+    call = make_call(cell, 136, keep=keep)
     w = call.weights[0] if bias else DirectionWeights(call.weights[0].w_ih, call.weights[0].w_hh)
     call = replace(call, weights=(w,))
     assert PlainLayer.serves(call)
@@ -141,7 +142,7 @@ def test_the_short_way_is_the_general_one(
     found = layer.forward(*inputs, weights)
     assert [launcher.launches for launcher in machine.shares] == [1] * bias
     # right after a product of ours it may begin early, where blocks wait for no others
-    alone = not through_l2 and layer._forward.geometry.tile.cluster == 1
+    alone = regime == "cluster" and layer._forward.geometry.tile.cluster == 1
     assert sum(one.early for one in machine.launchers) == (bias and alone)
     pairs = list(zip(found, [*want[:4], *(want.kept or [None])], strict=True))
     assert layer.has_backward == (keep != "none")
@@ -279,13 +280,11 @@ def test_the_short_way_needs_memory_as_the_kernels_read_it(machine: Machine) -> 
     assert not layer.fits(x, h0, c0, [weights[0].T.contiguous().T, *weights[1:]])
 
 
-@pytest.mark.parametrize("through_l2", [False, True], ids=["cluster", "L2"])
-@pytest.mark.parametrize("hidden", [1, 6, 85])
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("hidden", [1, 6, 133])
 @pytest.mark.parametrize("cell", CELLS)
-def test_sizes_that_need_padding(
-    machine: Machine, cell: str, hidden: int, through_l2: bool
-) -> None:
-    machine.through_l2 = through_l2 and hidden > 8
+def test_sizes_that_need_padding(machine: Machine, cell: str, hidden: int, regime: str) -> None:
+    machine.run_as(regime if hidden > 8 else "cluster")
     assert_like_the_definition(make_call(cell, hidden, directions=2))
 
 

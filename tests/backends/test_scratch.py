@@ -4,19 +4,27 @@ allocated around them is the same on any device."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ecornn.backends import persistent_backward, persistent_calls, persistent_forward
+from ecornn.backends import (
+    persistent_backward,
+    persistent_calls,
+    persistent_forward,
+    persistent_scratch,
+)
 from ecornn.backends.persistent_scratch import scratch_of
 from ecornn.backends.protocol import BackwardRequest, LayerCall, LayerResult, ResultGrads
 from ecornn.bench.training.memory import allocated_peak
 from ecornn.echo.replay import Ledger
+from ecornn.kernels.persistent.choose import Request, candidates
 from ecornn.ops.recurrence import read_call, recurrence, recurrence_backward
 from ecornn.ops.scratch import scratch_bytes
 from ecornn.spec import GATES, weight_layout
+from support.chips import HOPPER
 
 STEPS, BATCH, INPUTS = 120, 16, 24
 
@@ -78,6 +86,25 @@ def test_sizes_that_are_padded_are_exchanged_elsewhere() -> None:
     )
     assert padded.forward > whole.forward * 63 / 64 + STEPS * BATCH * 64 * 4 - 4096
     assert padded.before_gradients > whole.before_gradients
+
+
+@pytest.mark.usefixtures("_without_launches")
+@pytest.mark.parametrize("grid", [False, True], ids=["cluster", "L2"])
+def test_what_is_exchanged_beside_the_output_is_counted(
+    grid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = candidates(Request("forward", "lstm", "scaled", 136, BATCH), HOPPER)
+    tile = next(geometry for geometry in found if geometry.tile.grid is grid)
+    launch = persistent_calls.Launch(SimpleNamespace(geometry=tile), 0, BATCH, 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(persistent_forward, "launches", lambda name, call: [launch])
+    call = read_call(*arguments("lstm", "gates", 1, 136, "persistent"))
+    without = scratch_of(call).forward
+    monkeypatch.setattr(persistent_scratch, "measured", lambda ask: tile)
+    assert scratch_of(call).forward - without == (STEPS * BATCH * 136 * 2 if grid else 0)
+    made: list[LayerResult] = []
+    peak = allocated_peak(lambda: made.append(persistent_forward.forward(call)))
+    taken = peak - results_of(call, made[0])
+    assert taken == pytest.approx(scratch_of(call).forward, rel=0.02, abs=40_000)
 
 
 @pytest.mark.parametrize("keep", ["states", "gates", "auto"])

@@ -12,10 +12,10 @@ import torch
 from ecornn.kernels.jit import Variant
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.losses import CrossEntropyTile
-from ecornn.kernels.persistent.choose import STAGED_BYTES, Request, ranked
+from ecornn.kernels.persistent.choose import BOUNDED, STAGED_BYTES, Request, ranked
 from ecornn.kernels.persistent.gradients import SPLIT, GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
-from ecornn.kernels.persistent.tile import CELLS, NUMBERS, POLLING, round_up
+from ecornn.kernels.persistent.tile import ASKED, CELLS, POLLING, round_up
 from ecornn.kernels.persistent.transposed import TransposeTile
 from ecornn.kernels.row_losses import READ_AS, RowLossTile
 from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
@@ -51,16 +51,28 @@ def test_every_source_is_compiled_in_every_run(source: str, arch: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("arch", CHIPS)
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", ASKED)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_compiles_for(arch: str, cell: str, numbers: str, kernel: str) -> None:
     # one block alone for some, all blocks for others, with and without lengths and resets
-    place = CELLS.index(cell) + NUMBERS.index(numbers)
+    place = CELLS.index(cell) + ASKED.index(numbers)
     large = place % 2
     ask = Request(kernel, cell, numbers, 384 if large else 40, 5, features=bool(large))
     tile = ranked(ask, CHIPS[arch])[0].tile
     used = said_of(tile.variant(arch))
     assert used.registers * tile.threads <= 65536  # or it could not be launched
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", CHIPS)
+@pytest.mark.parametrize("cell", BOUNDED)
+@pytest.mark.parametrize("hidden", [40, 384])
+def test_scaled_numbers_compile_for(arch: str, cell: str, hidden: int) -> None:
+    features = (BOUNDED.index(cell) + list(CHIPS).index(arch)) % 2 == 1
+    ask = Request("forward", cell, "scaled", hidden, 5, features=features)
+    used = said_of(ranked(ask, CHIPS[arch])[0].tile.variant(arch))
+    assert used.registers <= 255
+    assert used.frame_bytes == 0
 
 
 @needs_compiler
@@ -90,7 +102,7 @@ def test_every_way_to_wait_compiles_for(arch: str, polling: str) -> None:
 
 
 def test_only_gradients_that_are_exchanged_as_tf32_are_rounded() -> None:
-    for kernel, numbers in product(KERNELS, NUMBERS):
+    for kernel, numbers in (*product(KERNELS, ASKED), ("forward", "scaled")):
         found = {g.tile for g in ranked(Request(kernel, "lstm", numbers, 256, 4), HOPPER)}
         assert {tile.grid for tile in found} == {False, True}
         for tile in found:
@@ -119,7 +131,7 @@ def test_a_tile_knows_whether_the_inner_dimension_ends_inside_it(kernel: str, hi
 @needs_compiler
 @pytest.mark.parametrize("arch", CHIPS)
 @pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh"])
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", ASKED)
 def test_the_gradients_compile_for(arch: str, cell: str, numbers: str) -> None:
     tile = GradientTile(cell, numbers, SPLIT if CHIPS[arch].clusters else 1)
     used = said_of(tile.variant(arch))
@@ -128,7 +140,7 @@ def test_the_gradients_compile_for(arch: str, cell: str, numbers: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("arch", CHIPS)
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", ASKED)
 def test_the_shares_compile_for(arch: str, numbers: str) -> None:
     used = said_of(ShareTile(numbers).variant(arch))
     assert used.frame_bytes == 0

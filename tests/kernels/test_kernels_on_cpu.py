@@ -117,6 +117,20 @@ CASES = (
     Case("lstm", FP32, 40, 9, "one block", numbers="ieee"),
     Case("gru", FP32, 24, 3, "one block", width=2, features=True, numbers="ieee"),
     Case("lstm", FP32, 40, 3, "one block", width=1, directions=2, numbers="ieee"),
+    # as scaled float16: every regime, both cells that have it, rows that are no whole vectors of
+    # float16 or of float32, steps that show their states late, what is exchanged beside the output
+    Case("lstm", FP32, 129, 9, numbers="scaled"),
+    Case("lstm", FP32, 24, 17, directions=2, pieces=True, numbers="scaled"),
+    Case("lstm", FP32, 28, 9, features=True, numbers="scaled", polling="all delayed"),
+    Case("rnn_tanh", FP32, 96, 9, "L2 and clusters", numbers="scaled", marks_ahead=3),
+    Case("lstm", FP32, 85, 13, "cluster", features=True, numbers="scaled"),
+    Case("rnn_tanh", FP32, 129, 2, "cluster", numbers="scaled"),
+    Case("lstm", FP32, 64, 13, "one block", numbers="scaled"),
+    Case("lstm", FP32, 60, 3, "one block", width=2, directions=2, features=True, numbers="scaled"),
+    Case("lstm", FP32, 64, 1, "one block", width=1, pieces=True, numbers="scaled"),
+    Case("lstm", FP32, 128, 5, in_registers=1, numbers="scaled"),
+    Case("gru", FP32, 64, 9, features=True, numbers="scaled"),
+    Case("gru", FP32, 85, 3, "cluster", numbers="scaled"),
 )
 
 
@@ -146,7 +160,7 @@ def test_a_layer_is_the_definition_s(
     wide = ResultGrads(*(None if g is None else g.double() for g in grads))
     want, want_grads = run("reference", converted(call, torch.float64), wide)
     bound = 2 * tolerance(case.dtype, STEPS)
-    if case.numbers == "tf32":
+    if case.numbers in ("tf32", "scaled"):
         bound = 2 * TF32_ERROR * STEPS**0.5
     pairs = [
         *zip(found[:3], want[:3], strict=True),
@@ -217,6 +231,7 @@ def test_gates_have_their_gradients_in_their_place(
         Case("gru", FP32, 24, 3, "cluster"),
         Case("rnn_tanh", BF16, 64, 9),
         Case("lstm", FP32, 24, 5, "cluster"),
+        Case("lstm", FP32, 24, 5, numbers="scaled"),
     ],
     ids=str,
 )
@@ -225,6 +240,7 @@ def test_two_layers_at_once_are_the_definition_s(
 ) -> None:
     """In three pieces forwards and two backwards, which go on with what the one before left."""
     monkeypatch.setattr(shares, "MOST_WORK", {2: 0, 4: 0})
+    scaled = case.numbers == "scaled"
     first = replace(case.call(), keep="states" if case.cell == "rnn_tanh" else "gates")
     generator = torch.Generator().manual_seed(5)
 
@@ -241,7 +257,8 @@ def test_two_layers_at_once_are_the_definition_s(
     made: list[OnCpu] = []
 
     def run_of(kernel: str, schedule: Any, count: int) -> Pass:
-        ask = Request(kernel, case.cell, "bf16" if case.dtype == BF16 else "tf32x3", *state[:0:-1])
+        numbers = "bf16" if case.dtype == BF16 else "tf32" if scaled else "tf32x3"
+        ask = Request(kernel, case.cell, numbers, *state[:0:-1])
         found = case.geometry(ask, None)
         assert found is not None
         made.append(OnCpu(found, folder))
@@ -267,7 +284,8 @@ def test_two_layers_at_once_are_the_definition_s(
     for one, other in pairs:
         assert (one is None) == (other is None)
         if one is not None and other is not None:
-            assert_matches(one, other, 4 * tolerance(case.dtype, STEPS))
+            bound = TF32_ERROR * STEPS**0.5 if scaled else tolerance(case.dtype, STEPS)
+            assert_matches(one, other, 4 * bound)
 
 
 def doubled(values: Sequence[Tensor | None]) -> list[Tensor | None]:

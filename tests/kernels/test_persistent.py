@@ -125,7 +125,7 @@ def test_every_candidate_covers_the_problem(ask: Request) -> None:
         assert tile.sequences >= geometry.group_batch
         rows = tile.row_warps * tile.row_tiles * TILE_ROWS
         assert rows >= tile.outer * tile.units * tile.owners
-        covered = tile.k_warps * tile.chunks * tile.owners * 64 // tile.element_bytes
+        covered = tile.k_warps * tile.chunks * tile.owners * 64 // tile.exchanged_bytes
         assert covered >= tile.inner * ask.hidden
         if tile.grid:
             assert geometry.all_blocks <= HOPPER.multiprocessors

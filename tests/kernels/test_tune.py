@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from ecornn.kernels.jit.resources import Resources
 from ecornn.kernels.persistent import choose, tune
 from ecornn.kernels.persistent.choose import Request, known_requests, measured, ranked
 from ecornn.kernels.persistent.model import estimate, explain, terms
-from ecornn.kernels.persistent.tile import Geometry, Tile
+from ecornn.kernels.persistent.tile import CELLS, Geometry, Tile
 from ecornn.kernels.persistent.tune import finalists
-from support.chips import CHIPS, HOPPER
+from support.chips import CHIPS, HOPPER, KERNELS
 
 
 def _as_if_compiled(monkeypatch: pytest.MonkeyPatch, frame: Callable[[Variant], int]) -> None:
@@ -208,20 +209,43 @@ def test_what_the_gpu_at_hand_has_no_room_for_is_left_out(monkeypatch: pytest.Mo
     assert all(g.tile.shared_bytes <= CHIPS["sm_89"].shared_bytes for g in measured_)
 
 
-@pytest.mark.parametrize("numbers", ["tf32", "tf32x3", "ieee", "bf16"])
+@pytest.mark.parametrize(
+    ("numbers", "serving"),
+    [("tf32", {"ieee", "scaled"}), ("tf32x3", {"ieee"}), ("ieee", set()), ("bf16", set())],
+)
 @pytest.mark.parametrize("batch", [1, 64])
-def test_ordinary_units_may_serve_float32_of_few_sequences(
-    numbers: str, batch: int, monkeypatch: pytest.MonkeyPatch
+def test_other_numbers_may_serve_float32(
+    numbers: str, serving: set[str], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The ordinary units a few sequences."""
     _as_if_compiled(monkeypatch, lambda v: 0)
     monkeypatch.setattr(tune, "chip", lambda device: HOPPER)
     ask = Request("forward", "lstm", numbers, 64, batch)
     found = tune.others(ask, 0)
-    assert {g.tile.numbers for g in found} == ({"ieee"} if "tf32" in numbers else set())
-    assert all(g.group_batch <= 2 and g.covers(64, batch) for g in found)
+    assert {g.tile.numbers for g in found} == serving
+    assert all(g.covers(64, batch) for g in found)
+    assert all(g.group_batch <= 2 for g in found if g.tile.numbers == "ieee")
     assert set(found) <= set(finalists(ask, 0, 3))
     large = Request("forward", "lstm", numbers, 2048, 64)
     assert tune.others(large, 0) == [], "the chip has no room for so many groups"
+
+
+def test_only_states_that_have_a_bound_are_scaled() -> None:
+    for kernel, cell in product(KERNELS, CELLS):
+        ask = Request(kernel, cell, "tf32", 256, 16)
+        bounded = kernel == "forward" and cell != "rnn_relu"
+        assert ("scaled" in choose.as_precise(ask)) is bounded
+        found = list(choose.candidates(replace(ask, numbers="scaled"), HOPPER))
+        assert bool(found) is bounded
+        assert all(g.covers(256, 16) for g in found)
+        # blocks that share the inner dimension do not see all of a GRU's initial states
+        shared = any(g.tile.owners > 1 for g in found)
+        assert shared is (bounded and cell != "gru")
+
+
+def test_scaled_weights_do_not_pass_through_shared_memory() -> None:
+    ask = Request("forward", "lstm", "scaled", 256, 16)
+    assert tune.staging_ways(ranked(ask, HOPPER)[0]) == []
 
 
 def test_a_tile_of_another_version_s_kernels_is_not_taken_and_that_is_said(

@@ -21,7 +21,7 @@ from ecornn.kernels.persistent.arguments import (
 )
 from ecornn.kernels.persistent.gradients import TILE, GradientArguments, GradientTile
 from ecornn.kernels.persistent.shares import ShareArguments
-from ecornn.kernels.persistent.tile import Geometry
+from ecornn.kernels.persistent.tile import Geometry, Tile
 from ecornn.kernels.persistent.transposed import SIDE, TransposeArguments
 from ecornn.spec import GATES
 
@@ -79,14 +79,27 @@ class _Run:
         return (zero, zero) if b_ih is None or b_hh is None else (b_ih, b_hh)
 
 
-def forward(a: ForwardArguments, cell: str, d: int) -> None:
+def _narrow_rows(a: ForwardArguments, d: int) -> Array:
+    """What is exchanged as float16, beside the output."""
+    assert a.exchange[d] != a.output[d]
+    assert a.exchange_row % 8 == 0
+    size = a.total * a.batch * a.exchange_row
+    flat = np.ctypeslib.as_array((ctypes.c_uint16 * size).from_address(a.exchange[d]))
+    return flat.view(np.float16).reshape(a.total, a.batch, a.exchange_row)
+
+
+def forward(a: ForwardArguments, tile: Tile, d: int) -> None:
+    cell = tile.cell
     run = _Run(a, cell, d)
     h_size, rows = a.hidden, run.gates_count * a.hidden
     gates = view(a.gates[d], a.steps, a.batch, rows)
     weights = view(a.weights[d], rows, h_size)
     b_ih, b_hh = run.biases()
     output = run.rows(a.output[d], a.total, a.output_row, h_size)
-    exchange = run.rows(a.exchange[d], a.total, a.exchange_row, h_size)
+    narrow = _narrow_rows(a, d) if tile.grid and tile.numbers == "scaled" else None
+    exchange = None
+    if narrow is None:
+        exchange = run.rows(a.exchange[d], a.total, a.exchange_row, h_size)
     cells = run.rows(a.cells[d], a.total, a.output_row, h_size)
     kept = view(a.kept[d], a.total, a.batch, 4 * h_size) if a.kept[d] else None
     h0, c0 = run.states(a.h0), run.states(a.c0)
@@ -111,7 +124,11 @@ def forward(a: ForwardArguments, cell: str, d: int) -> None:
         c = None if c_new is None else np.where(active, c_new, c).astype(np.float32)
         shown = active | bool(a.flags & FROZEN_AFTER_END)
         s = run.seqs
-        if a.exchange[d] == a.output[d] and exchange is not None:
+        if narrow is not None:
+            assert (narrow[t, s].view(np.uint16) == 0xFFFF).all()
+            narrow[t, s, :h_size] = h[s] * 2.0**15
+            narrow[t, s, h_size:] = 0
+        elif a.exchange[d] == a.output[d] and exchange is not None:
             # where the output itself is exchanged, every place was marked and is written once
             assert (exchange[t, s].view(np.uint32) == MARK).all() or not a.marks_expected
         output[t, s] = np.where(shown, h, 0)[s]
@@ -141,7 +158,8 @@ def _cell(
     return y, None, x + s
 
 
-def backward(a: BackwardArguments, cell: str, d: int) -> None:
+def backward(a: BackwardArguments, tile: Tile, d: int) -> None:
+    cell = tile.cell
     run = _Run(a, cell, d)
     h_size, sections = a.hidden, run.gates_count
     stored = 4 if cell in ("lstm", "gru") else 1
@@ -360,4 +378,4 @@ class EmulatedLauncher:
         kernel = forward if isinstance(arguments, ForwardArguments) else backward
         arguments.marks_expected = self.geometry.tile.grid
         for z in range(self.geometry.directions):
-            kernel(arguments, self.geometry.tile.cell, arguments.first_direction + z)
+            kernel(arguments, self.geometry.tile, arguments.first_direction + z)

@@ -17,7 +17,7 @@ from ecornn.backends.protocol import (
     ResultGrads,
 )
 from ecornn.backends.registry import by_name
-from ecornn.kernels.persistent.choose import Request, candidates
+from ecornn.kernels.persistent.choose import Request, as_precise, candidates
 from ecornn.kernels.persistent.tile import Geometry
 from support.machine import HOPPER, make_call
 
@@ -38,7 +38,8 @@ class Case(NamedTuple):
     directions: int = 1
     features: bool = False
     pieces: bool = False
-    #: How float32 is multiplied: three products are exact enough to be compared closely.
+    #: How float32 is multiplied: three products are exact enough to be compared closely. "scaled"
+    #: serves requests for TF32 forwards.
     numbers: str = "tf32x3"
     #: How many vectors are loaded together, if not as few as there is a tile for.
     at_once: int = 0
@@ -88,6 +89,8 @@ class Case(NamedTuple):
     def geometry(self, ask: Request, _device: Any) -> Geometry | None:
         """One that waits for several loads in turn, where there is one; of those, one that
         multiplies the most sequences abreast."""
+        if self.numbers in as_precise(ask):
+            ask = replace(ask, numbers=self.numbers)
         found = [g for g in candidates(ask, HOPPER) if self.fits(g)]
         found = [g for g in found if self.at_once in (0, g.tile.at_once)]
         waits = [g for g in found if g.tile.chunks * g.tile.batch_tiles > g.tile.at_once] or found
@@ -141,6 +144,7 @@ def run(name: str, call: LayerCall, grads: ResultGrads) -> tuple[LayerResult, Ca
 
 
 def multiplied_as(monkeypatch: pytest.MonkeyPatch, wide: str) -> None:
+    wide = "tf32" if wide == "scaled" else wide
     for module in (persistent_calls, persistent_gradients):
         numbers = lambda dtype: wide if dtype == FP32 else "bf16"  # noqa: E731
         monkeypatch.setattr(module, "numbers_of", numbers)

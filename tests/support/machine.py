@@ -22,7 +22,7 @@ from ecornn.backends import (
     persistent_products,
 )
 from ecornn.backends.protocol import LayerCall
-from ecornn.kernels.persistent.choose import Request, ranked
+from ecornn.kernels.persistent.choose import Request, as_precise, ranked
 from ecornn.kernels.persistent.gradients import GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
 from ecornn.kernels.persistent.tile import Geometry
@@ -34,6 +34,8 @@ from support.chips import HOPPER
 from support.emulated import EmulatedLauncher
 
 STEPS, BATCH, INPUT = 11, 4, 5
+#: How blocks exchange; scaled is something narrower than the output.
+REGIMES = ("cluster", "L2", "L2, scaled")
 
 
 class LateFork:
@@ -62,12 +64,20 @@ class Machine:
         self.gradients: list[EmulatedLauncher] = []
         self.shares: list[EmulatedLauncher] = []
         self.transposed = EmulatedLauncher(Geometry(TransposeTile(), 1, 1, 1, 0))  # type: ignore[arg-type]
-        self.most_batch, self.most_directions, self.through_l2 = 99, 2, False
+        self.most_batch, self.most_directions = 99, 2
+        self.through_l2 = self.scaled = False
+
+    def run_as(self, regime: str) -> None:
+        """One of `REGIMES`."""
+        self.through_l2, self.scaled = regime != "cluster", regime == "L2, scaled"
 
     def geometry(self, ask: Request, device: int | None) -> Any:
         if ask.batch > self.most_batch or ask.directions > self.most_directions:
             return None
-        found = ranked(replace(ask, numbers="tf32"), HOPPER)
+        ask = replace(ask, numbers="tf32")
+        if self.scaled and "scaled" in as_precise(ask):
+            ask = replace(ask, numbers="scaled")
+        found = ranked(ask, HOPPER)
         return next(g for g in found if g.tile.grid == self.through_l2)
 
     def launcher(self, geometry: Any, device: int | None) -> EmulatedLauncher:

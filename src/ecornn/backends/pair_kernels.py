@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ecornn.backends.overlap import Op, cut
-from ecornn.backends.persistent_calls import Matched
+from ecornn.backends.persistent_calls import Matched, beside_output
 from ecornn.kernels.persistent.arguments import (
     BACKWARD,
     FORWARD,
@@ -61,8 +61,11 @@ class Pass:
                 for place, rows in zip(places, self.rows, strict=True)
             ]
             self.buffer_rows = 2 * size
-        stored = 4 if tile.cell in ("lstm", "gru") else 1
-        exchanged = (stored if self.backward else 1) * self.hidden
+        #: Of a forward pass; both layers' lie one behind the other.
+        self.beside = None if self.backward else beside_output(tile, self.hidden)
+        exchanged = self.hidden if self.beside is None else self.beside.width
+        if self.backward:
+            exchanged *= 4 if tile.cell in ("lstm", "gru") else 1
         #: By piece: the arguments' integers, in their order.
         self.integers = [
             (
@@ -118,6 +121,7 @@ class ForwardPlaces(NamedTuple):
     w_hh: int
     b_ih: int
     b_hh: int
+    exchange: int
     output: int
     cells: int
     kept: int
@@ -131,19 +135,20 @@ class ForwardPlaces(NamedTuple):
     @staticmethod
     def of(
         layer: int,
-        own: tuple[Sequence[Tensor], Tensor],
+        own: tuple[Sequence[Tensor], Tensor, Tensor],
         buffers: tuple[Tensor, Tensor | None, Tensor | None],
         states: tuple[Tensor | None, ...],
     ) -> ForwardPlaces:
-        """`own`: weights and output; `buffers`: gates, cells and what is kept, `states`: h0, c0,
-        h_n, c_n and c between pieces, of both layers."""
-        weights, output = own
+        """`own`: weights, what is exchanged and the output; `buffers`: gates, cells and what is
+        kept, `states`: h0, c0, h_n, c_n and c between pieces, of both layers."""
+        weights, exchange, output = own
         gates, cells, kept = buffers
         b_ih, b_hh = (w.data_ptr() for w in weights[2:]) if len(weights) > 2 else (0, 0)
         return ForwardPlaces._make(
             (
                 *(_part(gates, layer), gates.shape[-1], weights[1].data_ptr(), b_ih, b_hh),
-                *(output.data_ptr(), _part(cells, layer), _part(kept, layer)),
+                *(exchange.data_ptr(), output.data_ptr()),
+                *(_part(cells, layer), _part(kept, layer)),
                 *(_part(state, layer) for state in states),
                 output.element_size(),
             )
@@ -161,7 +166,7 @@ def forward_arguments(p: ForwardPlaces, run: Pass, piece: int, failed: int) -> F
     packed = FORWARD.pack(
         # gates, weights, b_ih, b_hh, exchange, output, cells, kept, for two directions
         *(p.gates + share * p.gate_row * p.size, 0, p.w_hh, 0, p.b_ih, 0, p.b_hh, 0),
-        *(p.output, 0, p.output, 0, p.cells, 0, p.kept, 0),
+        *(p.exchange, 0, p.output, 0, p.cells, 0, p.kept, 0),
         # h0, c0, h_in, c_in, h_out, c_n, c_out, lengths, resets, failed; the last h_out stays
         *(p.h0, p.c0, h_in, c_in, p.h_n, p.c_n if last else 0, c_out, 0, 0, failed),
         *run.integers[piece],

@@ -17,7 +17,7 @@ from ecornn.kernels.persistent.arguments import FROZEN_AFTER_END, RESET_TO_INITI
 from ecornn.kernels.persistent.choose import Request
 from ecornn.kernels.persistent.device import failure_flag, geometry, numbers_of
 from ecornn.kernels.persistent.launch import Launcher, launcher, set_all_bits
-from ecornn.kernels.persistent.tile import round_up
+from ecornn.kernels.persistent.tile import Tile, round_up
 from ecornn.spec import GATES
 
 #: A buffer of gates up to this size is made in one piece: it is smaller than what saving it costs,
@@ -187,6 +187,22 @@ def through_l2(every: list[Launch]) -> bool:
     return any(launch.launcher.geometry.tile.grid for launch in every)
 
 
+class Beside(NamedTuple):
+    """A row that blocks exchange, and what it is of if that is not what the output is of."""
+
+    width: int
+    dtype: torch.dtype | None
+
+
+def beside_output(tile: Tile, hidden: int) -> Beside | None:
+    """What blocks exchange forwards through L2 where it is not the output itself, with its rows of
+    `hidden` values, because it is padded or narrower. All launches of a call have the same tile."""
+    width, narrower = round_up(hidden, tile.vector), tile.exchanged_bytes < tile.element_bytes
+    if not tile.grid or (width == hidden and not narrower):
+        return None
+    return Beside(width, torch.float16 if narrower else None)
+
+
 def flags(call: LayerCall) -> int:
     return (RESET_TO_INITIAL if call.reset_to == "initial" else 0) | (
         FROZEN_AFTER_END if call.after_end == "frozen" else 0
@@ -207,9 +223,9 @@ def padded(hidden: int, dtype: torch.dtype) -> int:
     return round_up(hidden, 16 // dtype.itemsize)
 
 
-def marked(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def marked(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A new tensor in which every value is the mark that no result can be: all bits set."""
-    found = like.new_empty(shape)
+    found = like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
     size = found.nbytes
     if found.is_cuda and size % 4 == 0:
         set_all_bits(found.data_ptr(), size, found.get_device())

@@ -10,12 +10,12 @@ from ecornn.backends.persistent_calls import (
     Launch,
     Piece,
     aligned,
+    beside_output,
     check_weights,
     flags,
     is_aligned,
     launches,
     marked,
-    padded,
     pieces,
     run,
     small_bytes,
@@ -44,14 +44,13 @@ class _Tensors:
         self.weights = call.weights
         if not all(is_aligned(part) for part in call.flat_weights()):
             self.weights = tuple(w.map(aligned) for w in call.weights)
-        exchanged = through_l2(every)
-        self.width = padded(hidden, x.dtype)
-        shares = exchanged and self.width == hidden
+        beside = beside_output(every[0].launcher.geometry.tile, hidden) if every else None
+        shares = through_l2(every) and beside is None
         self.output = marked((steps, batch, row), x) if shares else x.new_empty(steps, batch, row)
         self.exchange: list[Tensor] = []
-        if exchanged and not shares:
-            shape = (steps, batch, self.width)
-            self.exchange = [marked(shape, x) for _ in range(directions)]
+        if beside is not None:
+            shape = (steps, batch, beside.width)
+            self.exchange = [marked(shape, x, beside.dtype) for _ in range(directions)]
         with_cells = lstm and (call.cell_states or call.keep != "none")
         self.cells = x.new_empty(steps, batch, row) if with_cells else None
         self.kept: list[Tensor] = []
@@ -82,7 +81,7 @@ class _Tensors:
         a.steps, a.first_step, a.total = piece.steps, piece.first_step, piece.total
         a.batch, a.hidden = self.output.shape[1], hidden
         a.output_row = self.output.shape[2]
-        a.exchange_row = self.width if self.exchange else self.output.shape[2]
+        a.exchange_row = (self.exchange[0] if self.exchange else self.output).shape[2]
         a.flags = flags(call)
         return a
 

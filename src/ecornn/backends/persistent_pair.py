@@ -116,7 +116,11 @@ class PlainPair:
         assert gates is not None
         if not run.in_turns:  # before all else: the device is busy with it while the host goes on
             self._products[0][0](x.view(self.rows, self.inputs), weights[0], gates[0])
-        outputs = [self._output(x, run.marked) for _ in range(2)]
+        outputs = [self._output(x, run.marked and run.beside is None) for _ in range(2)]
+        exchanged = outputs
+        if run.beside is not None:
+            row = (self.rows, run.beside.width)
+            exchanged = [marked(row, x, run.beside.dtype) for _ in range(2)]
         with_cells = self.lstm and self.keep != "none"
         cells = x.new_empty(2, *self._shape) if with_cells else None
         h_n, c_n = torch.empty_like(h0), None if c0 is None else torch.empty_like(c0)
@@ -128,7 +132,7 @@ class PlainPair:
         places = [
             ForwardPlaces.of(
                 layer,
-                (weights[layer * own : (layer + 1) * own], outputs[layer]),
+                (weights[layer * own : (layer + 1) * own], exchanged[layer], outputs[layer]),
                 (gates, cells, kept),
                 (h0, c0, h_n, c_n, carried),
             )

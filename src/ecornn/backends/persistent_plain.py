@@ -22,6 +22,7 @@ from ecornn.backends.persistent_calls import (
     Launch,
     Matched,
     Piece,
+    beside_output,
     check_weights,
     is_readable,
     launches,
@@ -82,10 +83,13 @@ class PlainLayer:
         vector = 16 // x.element_size()
         self._by_vectors = self.hidden % vector == 0 and self.inputs % vector == 0
         every = launches("forward", call)
-        self._output_marked = through_l2(every)
         self._forward = every[0].launcher
+        tile = self._forward.geometry.tile
+        self._beside = beside_output(tile, self.hidden)
+        self._output_marked = tile.grid and self._beside is None
         self._pieces = forward_pieces(call)
-        self._forward_sizes = [self._sizes(every[0], self.hidden, piece) for piece in self._pieces]
+        row = self.hidden if self._beside is None else self._beside.width
+        self._forward_sizes = [self._sizes(every[0], row, piece) for piece in self._pieces]
         self._shares_shape = (self.rows, GATES[self.cell] * self.hidden)
         self._share_blocks = share_blocks(*self._shares_shape)
         self._share_launch: Launcher | None = None
@@ -98,7 +102,7 @@ class PlainLayer:
         # of a call's 80 to 110 where blocks wait for no others. Blocks of a cluster that were begun
         # beside the product's would wait for those of them that share a multiprocessor: with 128
         # units and 16 sequences in float32 a call took 204 µs instead of 175.
-        alone = self._forward.geometry.tile.cluster == 1 and not self._output_marked
+        alone = tile.cluster == 1 and not tile.grid
         self._early = self._share_launch is not None and len(self._pieces) == 1 and alone
         #: Whether `backward` serves; if not, the general one does.
         self.has_backward = call.keep != "none" and self._prepare_backward(call)
@@ -175,6 +179,9 @@ class PlainLayer:
         gates = self._first_shares(x, weights[0])
         shape = (self.steps, self.batch, self.hidden)
         output = marked(shape, x) if self._output_marked else x.new_empty(shape)
+        exchange = output
+        if self._beside is not None:
+            exchange = marked((self.rows, self._beside.width), x, self._beside.dtype)
         cells = x.new_empty(shape) if self.lstm and self.keep != "none" else None
         kept = None
         if self.keep == "gates":  # those of an LSTM stand where its gates' inputs stood
@@ -182,7 +189,7 @@ class PlainLayer:
         h_n = torch.empty_like(h0)
         c_n = None if c0 is None else torch.empty_like(c0)
         b_ih, b_hh = (w.data_ptr() for w in weights[2:]) if len(weights) > 2 else (0, 0)
-        y, h = output.data_ptr(), h0.data_ptr()
+        y, e, h = output.data_ptr(), exchange.data_ptr(), h0.data_ptr()
         c = 0 if c0 is None else c0.data_ptr()
         ends = 0 if lengths is None else lengths.data_ptr()
         h_in, c_in, carried = h, 0, (h0, c0)
@@ -193,7 +200,7 @@ class PlainLayer:
             h_out, c_out = (0 if t is None else t.data_ptr() for t in leaving)
             packed = FORWARD.pack(
                 # gates, weights, b_ih, b_hh, exchange, output, cells, kept, for two directions
-                *(gates.data_ptr(), 0, weights[1].data_ptr(), 0, b_ih, 0, b_hh, 0, y, 0, y, 0),
+                *(gates.data_ptr(), 0, weights[1].data_ptr(), 0, b_ih, 0, b_hh, 0, e, 0, y, 0),
                 *(0 if cells is None else cells.data_ptr(), 0),
                 *(0 if kept is None else kept.data_ptr(), 0),
                 # h0, c0, h_in, c_in, h_out, c_n, c_out, lengths, resets, failed

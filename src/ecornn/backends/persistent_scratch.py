@@ -4,9 +4,12 @@ memory: the buffers of `persistent_forward` and `persistent_backward`, by their 
 from __future__ import annotations
 
 from ecornn.backends.persistent_backward import recomputed_in
-from ecornn.backends.persistent_calls import padded
+from ecornn.backends.persistent_calls import beside_output, padded
 from ecornn.backends.persistent_forward import forward_pieces
 from ecornn.backends.protocol import LayerCall, Scratch
+from ecornn.kernels.persistent.choose import Request, measured
+from ecornn.kernels.persistent.device import numbers_of
+from ecornn.kernels.persistent.tile import Tile
 from ecornn.spec import GATES
 
 
@@ -24,9 +27,27 @@ def _forward(call: LayerCall) -> int:
     if call.keep != "gates" or call.cell == "gru":
         rows = forward_pieces(call)[0].steps * batch
         shares = rows * GATES[call.cell] * hidden
-    width = padded(hidden, call.input_TBI.dtype)
-    exchanged = 0 if width == hidden else steps * batch * width
-    return call.directions * (shares + exchanged) * size
+    return call.directions * (shares * size + steps * batch * _exchanged_row(call))
+
+
+def _exchanged_row(call: LayerCall) -> int:
+    """Bytes of what is exchanged beside the output, for a step of a sequence."""
+    hidden, size = call.h0_DBR.shape[-1], call.input_TBI.element_size()
+    width, tile = padded(hidden, call.input_TBI.dtype), _tile(call)
+    if tile is not None and tile.exchanged_bytes < size:
+        beside = beside_output(tile, hidden)
+        return 0 if beside is None else beside.width * tile.exchanged_bytes
+    return 0 if width == hidden else width * size
+
+
+def _tile(call: LayerCall) -> Tile | None:
+    """Of a forward pass, if it was measured: what is not exchanges what the output is of."""
+    batch, numbers = call.input_TBI.shape[1], numbers_of(call.input_TBI.dtype)
+    if numbers is None or not isinstance(batch, int):
+        return None
+    hidden = call.h0_DBR.shape[-1]
+    found = measured(Request("forward", call.cell, numbers, hidden, batch, call.directions))
+    return None if found is None else found.tile
 
 
 def _backward(call: LayerCall) -> tuple[int, int]:

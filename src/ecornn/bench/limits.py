@@ -41,7 +41,8 @@ LIMITS = (
         "cuDNN has a kernel for so few units. Ours takes 95 to 98 µs of any number of sequences "
         "when it is launched alone, and 20 more behind the product of the input: by a script, with "
         "up to 132 sequences one after another, those that are behind it lie two to a "
-        "multiprocessor. What keeps them apart is yet to be tried",
+        "multiprocessor. Since this was measured each asks for so much shared memory that two have "
+        "no room on one, which is yet to be measured",
         {"hidden": (64,), "batch": (64,), "dtype": ("fp32",)},
     ),
     Limit(

@@ -19,7 +19,7 @@ from typing import Any
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.persistent.gradients import GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
-from ecornn.kernels.persistent.tile import Geometry, Tile, round_up
+from ecornn.kernels.persistent.tile import Geometry, Tile, exchanged_bytes, round_up
 from ecornn.kernels.persistent.transposed import TransposeTile
 
 HERE = Path(__file__).parent
@@ -58,7 +58,7 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
         (
             'asm volatile("mma.sync',
             '"r"(b1));',
-            "multiply_on_cpu<DTYPE <= 1 ? 16 : 8>(c, a, b0, b1);",
+            "multiply_on_cpu<HALVES ? 16 : 8, DTYPE == 5>(c, a, b0, b1);",
         ),
     ],
     "memory.cuh": [
@@ -80,12 +80,15 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
         ('asm("" : "+r"', ";", ""),
     ],
     "multiply.cuh": [('asm("" : "+l"', ";", "")],
+    "scaled.cuh": [
+        ('asm("cvt.rn.f16x2', ";\n", "pair = to_f16(low) | unsigned(to_f16(high)) << 16;\n")
+    ],
     "sequence.cuh": [('asm("" : "+r"', ";", "")],
     "stream.cuh": [
         (
             'asm volatile("cp.async.ca',
             '"memory");',
-            "copy_on_cpu(to, source, TOGETHER * sizeof(Element), TOGETHER * sizeof(Element));",
+            "copy_on_cpu(to, source, COPIED * sizeof(Element), COPIED * sizeof(Element));",
         )
     ]
     * 2,
@@ -164,14 +167,14 @@ def built(tile: OnItsOwn | Tile, folder: Path) -> Any:
     for source in (SOURCES / f"{tile.kernel}.cu", *SOURCES.glob("*.cuh")):
         (here / source.name).write_text(for_cpu(source.name, source.read_text()))
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    halves = getattr(tile, "numbers", None) in ("bf16", "fp16")
-    element = "unsigned short" if halves else "unsigned"
+    halves = exchanged_bytes(getattr(tile, "numbers", "ieee")) == 2
+    exchanged = "unsigned short" if halves else "unsigned"
     shared_bytes = "SHARED_BYTES" if isinstance(tile, Tile) else "sizeof(tiles)"
     (here / "main.cpp").write_text(
         f'''#include "cuda_on_cpu.h"
 #define COPIES_ARRIVE_LATE {int(key, 16) % 2}
 #include "copies.h"
-{defined}using Exchanged = {element};
+{defined}using Exchanged = {exchanged};
 #include "{tile.kernel}.cu"
 extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, unsigned groups,
                    unsigned directions, const uintptr_t* exchanged, int missing, double seconds,
@@ -251,7 +254,7 @@ class OnCpu:
         for d in range(2):
             start = arguments.exchange[d] or 0
             exchanged[2 * d] = start
-            exchanged[2 * d + 1] = start + (elements * tile.element_bytes if start else 0)
+            exchanged[2 * d + 1] = start + (elements * tile.exchanged_bytes if start else 0)
         gave_up = ctypes.c_int(0)
         arguments.failed = ctypes.addressof(gave_up)
         grid = (geometry.blocks, geometry.groups, geometry.directions)

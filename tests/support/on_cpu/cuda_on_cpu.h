@@ -58,6 +58,7 @@ struct Cluster {
 };
 struct Block {
   std::unique_ptr<std::barrier<>> meeting;
+  std::atomic<int> votes{0};
   std::vector<std::unique_ptr<Warp>> warps;
   unsigned char* shared;
   Cluster* cluster;
@@ -84,6 +85,14 @@ static inline int votes(bool mine) {
 }
 static inline bool __all_sync(unsigned, bool mine) { return votes(mine) == 32; }
 static inline bool __any_sync(unsigned, bool mine) { return votes(mine) > 0; }
+static inline int __syncthreads_or(int mine) {
+  block_here->votes += mine != 0;
+  __syncthreads();
+  const int found = block_here->votes;
+  __syncthreads();
+  block_here->votes -= mine != 0;
+  return found > 0;
+}
 // One meeting is enough: whoever writes a place again has met all that have read it.
 static thread_local unsigned shuffles;
 template <class T>
@@ -129,6 +138,23 @@ static inline unsigned short to_bf16(float x) {
   return x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+static inline float of_f16(unsigned bits) {
+  const int exponent = bits >> 10 & 31, rest = bits & 1023;
+  float size = exponent ? std::ldexp(1024.0f + rest, exponent - 25) : std::ldexp(float(rest), -24);
+  if (exponent == 31) size = rest ? NAN : INFINITY;
+  return bits & 0x8000 ? -size : size;
+}
+// To nearest, ties to even; every NaN becomes the same one.
+static inline unsigned short to_f16(float x) {
+  const unsigned sign = __float_as_uint(x) >> 16 & 0x8000;
+  if (x != x) return 0x7fff;
+  const float size = std::fabs(x);
+  if (size >= 65520.0f) return sign | 0x7c00;
+  if (size < 6.103515625e-5f) return sign | unsigned(std::nearbyint(std::ldexp(size, 24)));
+  const unsigned bits = __float_as_uint(size) - (112u << 23);
+  return sign | (bits + 0xfff + (bits >> 13 & 1)) >> 13;
+}
+
 // To nearest, ties away from zero. A NaN whose last bits are all it has becomes an infinity, as it
 // did on an H200.
 static inline unsigned to_tf32_on_cpu(unsigned bits) {
@@ -165,7 +191,7 @@ static inline void prefetch_exchanged(const void* address) {
 }
 
 // c[16×8] += a · b over INNER elements, laid out over a warp as the instruction has them.
-template <int INNER>
+template <int INNER, bool FLOAT16>
 static inline void multiply_on_cpu(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   const int lane = lane_here(), g = lane / 4, q = lane % 4;
   std::memcpy(warp_here->a[lane], a, 16);
@@ -182,8 +208,9 @@ static inline void multiply_on_cpu(float (&c)[4], const unsigned (&a)[4], unsign
       const bool narrow = EACH == 2;
       // of a wide number the last 13 bits are not looked at
       const unsigned seen = 0xffffe000u;
-      const float x = narrow ? of_bf16(left >> 16 * part & 0xffff) : __uint_as_float(left & seen);
-      const float y = narrow ? of_bf16(right >> 16 * part & 0xffff) : __uint_as_float(right & seen);
+      const auto of_half = FLOAT16 ? of_f16 : of_bf16;
+      const float x = narrow ? of_half(left >> 16 * part & 0xffff) : __uint_as_float(left & seen);
+      const float y = narrow ? of_half(right >> 16 * part & 0xffff) : __uint_as_float(right & seen);
       sum += double(x) * y;
     }
     c[i] = float(sum);

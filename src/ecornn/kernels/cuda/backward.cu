@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       } else if (product.has(i, product.padded - unit0)) {
 #pragma unroll
         for (int k = 0; k < INNER; ++k)
-          store_relaxed(exchange.at(s, unit) + k * product.padded, stored(published[k]));
+          store_relaxed(exchange.at(s, unit) + k * product.padded, product.stored(published[k]));
       }
       // the next step waits for none of what follows
 #pragma unroll

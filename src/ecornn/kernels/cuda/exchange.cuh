@@ -67,8 +67,10 @@ __device__ __forceinline__ u32 quiet(u32 bits) {
 __device__ __forceinline__ u16 unmarked(u16 bits) {
   return GRID && bits == 0xffffu ? 0x7fffu : bits;
 }
-// As one that a number can be added to: see `factor`.
-__device__ __forceinline__ u32 unmarked(u32 bits) { return GRID ? quiet(bits) : bits; }
+// As one that a number can be added to: see `factor`. What is exchanged as float16 is not this.
+__device__ __forceinline__ u32 unmarked(u32 bits) {
+  return GRID && DTYPE != 5 ? quiet(bits) : bits;
+}
 
 #if CLUSTER > 1
 __device__ __forceinline__ u32 cluster_rank() {

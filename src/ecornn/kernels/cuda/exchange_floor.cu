@@ -9,7 +9,7 @@
 #include "product.cuh"
 
 struct FloorArguments {
-  Element*
+  Exchanged*
       exchange;  // (steps, batch, padded hidden): marked before, where blocks exchange through L2
   u32* seen;     // (blocks): keeps the reads from being left out
   int* failed;
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         product.publish_shared(local, (local + 1) & 1, i, bits);
       else if (product.has(i, product.padded - unit0))
         store_relaxed(a.exchange + (size_t(local) * a.batch + first + s) * product.padded + unit,
-                      bits[0]);
+                      Exchanged(bits[0]));
     }
     product.note_publication();
   }

@@ -24,11 +24,11 @@ struct ForwardArguments {
   const Element* weights[2];  // (GATES · hidden, hidden)
   const Element* b_ih[2];     // (GATES · hidden), both or neither null
   const Element* b_hh[2];
-  Element* exchange[2];  // (total, batch, exchange_row): marked before; may be the output
-  Element* output[2];    // (total, batch, output_row)
-  Element* cells[2];     // (total, batch, output_row) or null
-  Element* kept[2];      // (total, batch, 4 · hidden) or null: pre-activations
-  const Element* h0;     // the initial states
+  Exchanged* exchange[2];  // (total, batch, exchange_row): marked before; may be the output
+  Element* output[2];      // (total, batch, output_row)
+  Element* cells[2];       // (total, batch, output_row) or null
+  Element* kept[2];        // (total, batch, 4 · hidden) or null: pre-activations
+  const Element* h0;       // the initial states
   const Element* c0;
   const Element* h_in;  // the states before first_step
   const float* c_in;    // null where first_step is 0
@@ -81,13 +81,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Rows<const Element> shares(a.gates[d], size_t(d ? a.steps - 1 : 0) * a.batch + first,
                                    GATES * hidden, a_step);
   Rows<Element> output(a.output[d], row0, a.output_row, a_step);
-  Rows<Element> exchange(a.exchange[d], row0, a.exchange_row, a_step);
+  Rows<Exchanged> exchange(a.exchange[d], row0, a.exchange_row, a_step);
   Rows<Element> cells(a.cells[d], row0, a.output_row, a_step);
   Rows<Element> kept(a.kept[d], row0, PRE * hidden, a_step);
-  const bool output_is_exchanged = GRID && a.output[d] == a.exchange[d];
+  const bool output_is_exchanged = GRID && static_cast<const void*>(a.output[d]) == a.exchange[d];
 
   // the input's share of the gates
-  Stream stream(product, hidden % VEC == 0 && begins_a_vector(a.gates[d]), [&](int gate) {
+  Stream stream(product, hidden % ELEMENTS == 0 && begins_a_vector(a.gates[d]), [&](int gate) {
     Rows<const Element> rows = shares;
     rows.first += gate * hidden;
     return rows;
@@ -100,12 +100,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // h from memory, unpadded; or as it was published
   auto multiply_given = [&](const Element* rows, float* to) {
-    product.multiply(to, [&](int c, int n) {
-      if (!GRID) return product.from_shared(0, c, n);
-      const int s = product.column_of(n);
-      return s < sequences ? gather(rows + size_t(s) * hidden, product.k_of(c), hidden)
-                           : make_uint4(0, 0, 0, 0);
-    });
+    if (GRID)
+      product.begin_given();
+    else
+      product.expect_given();
+    do {
+      product.multiply(to, [&](int c, int n) {
+        if (!GRID) return product.from_shared(0, c, n);
+        const int s = product.column_of(n);
+        return s < sequences ? product.gather(rows + size_t(s) * hidden, product.k_of(c))
+                             : make_uint4(0, 0, 0, 0);
+      });
+    } while (GRID && product.given_again());
+    product.expect_published();
   };
   if (!GRID) {
     product.clear_vectors();
@@ -174,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       product.load_vectors(v, slot);
       if (!PRODUCT_FIRST) show_before(), read_shares();
       product.multiply(partial, [&](int c, int) { return v[c]; });
+      product.expect_published();
       if (PRODUCT_FIRST) read_shares(), show_before();
     } else if (local > 0 && GRID) {
       product.multiply_published(partial, {exchange.before(), a.exchange_row});
@@ -238,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // nobody waits for the last step's, and a push must not come after its block has left
         if (ALONE || local + 1 < a.steps) product.publish_shared(local, slot ^ 1, i, bits);
       } else if (product.has(i, product.padded - unit0)) {
-        store_relaxed(exchange.at(s, unit), bits[0]);
+        store_relaxed(exchange.at(s, unit), product.stored(bits[0]));
       }
       // the next step waits for none of what follows
       shown.h = bits[0], shown.cell = state;
@@ -254,7 +262,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!TRAILING) move_on();
   };
   // the first step's product, by itself: it would stand in the loop for nothing
-  if (!TRAILING) multiply_given(a.h_in + states, product.partial(FEATURES));
+  if (TRAILING)
+    product.expect_given();
+  else
+    multiply_given(a.h_in + states, product.partial(FEATURES));
   for (int local = 0; local < a.steps; local += AHEAD)
 #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ++ahead)

@@ -56,9 +56,9 @@ constexpr int ITEMS = !DIRECT    ? (UNITS * SEQUENCES + THREADS - 1) / THREADS
                                  : SHEETS * BATCH_TILES * 2;
 
 // Item i of a warp's 32 lanes: SPAN units lie together, then comes the next sequence. TOGETHER of
-// them are copied or pushed at once.
+// them are pushed at once, and COPIED copied.
 constexpr int SPAN = !DIRECT ? 32 : DEALT ? 4 : REPEATED ? 16 : 8;
-constexpr int TOGETHER = SPAN < VEC ? SPAN : VEC;
+constexpr int TOGETHER = SPAN < VEC ? SPAN : VEC, COPIED = SPAN < ELEMENTS ? SPAN : ELEMENTS;
 
 // A block that exchanges nothing. Of a product it waits for its own warps alone, so that all that a
 // step does besides, by the one warp that a scheduler has, makes it longer: where there are

@@ -42,11 +42,14 @@ struct LoadedWeights : Weights {
   // on, zero beyond the end. `first_row` is the first of the eight in the block's tiles. WHOLE:
   // rows of the matrix are whole vectors.
   template <bool WHOLE>
-  __device__ __forceinline__ uint4 weights_at(const Element* matrix, int first_row, int c) const {
+  __device__ __forceinline__ uint4 weights_at(const Element* matrix, int first_row, int c) {
     const Row row = row_at(first_row + g);
     const int unit = first_unit() + row.unit;
     const Element* const from = matrix + (size_t(row.part) * hidden + unit) * hidden + k_of(c);
     const int left = has_row(row) ? hidden - k_of(c) : 0;
+#if DTYPE == 5
+    return weights_scaling.read(from, left, WHOLE);
+#else
     if (WHOLE)
       return left > 0 ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
     union {
@@ -56,13 +59,26 @@ struct LoadedWeights : Weights {
 #pragma unroll
     for (int e = 0; e < VEC; ++e) v.each[e] = e < left ? __ldg(from + e) : Element(0);
     return v.all;
+#endif
   }
 
   __device__ __forceinline__ void load_weights(const Element* matrix) {
+#if DTYPE == 5
+    weights_scaling.begin(WEIGHTS_BY);
+    do {
+      load_all(matrix);
+    } while (weights_scaling.again_by_warp());
+#else
+    load_all(matrix);
+#endif
+  }
+  __device__ __forceinline__ void load_all(const Element* matrix) {
     const bool whole = hidden % VEC == 0;
-    // So many chunks are loaded before the first is waited for. The branch inside the loops keeps
-    // the compiler from loading all of them at once, for which there are no registers.
-    constexpr int MOST = IN_REGISTERS >= 16 ? 2 : 4;
+    // So many chunks are loaded before the first is waited for, half of them where they are twice as
+    // wide in memory. The branch inside the loops keeps the compiler from loading all of them at once,
+    // for which there are no registers.
+    constexpr int MOST =
+        (IN_REGISTERS >= 16 ? 2 : 4) * int(sizeof(Exchanged)) / int(sizeof(Element));
     constexpr int FLYING = CHUNKS < MOST ? CHUNKS : MOST;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
@@ -80,7 +96,7 @@ struct LoadedWeights : Weights {
   }
   template <bool WHOLE, int COUNT>
   __device__ __forceinline__ void load_rows(uint4 (&rows)[COUNT][2], const Element* matrix, int m,
-                                            int c0) const {
+                                            int c0) {
 #pragma unroll
     for (int i = 0; i < COUNT * 2; ++i)
       if (c0 + i / 2 < CHUNKS)

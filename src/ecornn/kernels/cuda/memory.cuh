@@ -13,7 +13,7 @@ constexpr int VECTOR_BYTES = GRID ? 0 : SEQUENCES * VECTOR_ROW;
 constexpr int PARTIAL_ROW = BLOCK_ROWS + 4;
 constexpr int PARTIAL_BYTES = DIRECT ? 0 : K_WARPS * SEQUENCES * PARTIAL_ROW * 4;
 constexpr int RECEIVED_BYTES = OWNERS > 1 ? OWNERS * SEQUENCES * OWN_ROWS * 4 : 0;
-constexpr int STAGE_BYTES = !GRID && CLUSTER > 1 ? WARPS * INNER * 32 * int(sizeof(Element)) : 0;
+constexpr int STAGE_BYTES = !GRID && CLUSTER > 1 ? WARPS * INNER * 32 * int(sizeof(Exchanged)) : 0;
 // what a step reads from memory; see stream.cuh
 constexpr int STREAM_BYTES = AHEAD * ITEMS * PARTS * THREADS * int(sizeof(Element));
 constexpr int LAID_OUT_BYTES = WEIGHT_BYTES + 2 * VECTOR_BYTES + PARTIAL_BUFFERS * PARTIAL_BYTES +
@@ -66,8 +66,9 @@ struct Memory : Items {
     return reinterpret_cast<Element*>(shared + SHARED_BYTES - 16 - STAGE_BYTES - STREAM_BYTES) +
            warp * 32;
   }
-  __device__ __forceinline__ Element* stage() const {
-    return reinterpret_cast<Element*>(shared + SHARED_BYTES - 16 - STAGE_BYTES) + warp * INNER * 32;
+  __device__ __forceinline__ Exchanged* stage() const {
+    return reinterpret_cast<Exchanged*>(shared + SHARED_BYTES - 16 - STAGE_BYTES) +
+           warp * INNER * 32;
   }
   __device__ __forceinline__ u32 barrier(int slot) const {
     return shared_address(shared + SHARED_BYTES - 16 + slot * 8);

@@ -17,15 +17,11 @@
 __device__ __forceinline__ u32 factor(u32 published) {
   return !GRID || ROUNDED ? published : BACKWARD ? to_tf32(published) : published + 0x1000u;
 }
-__device__ __forceinline__ Element stored(Element bits) { return ROUNDED ? to_tf32(bits) : bits; }
-__device__ __forceinline__ Element pushed(Element bits) { return GRID ? bits : to_tf32(bits); }
-#else
-__device__ __forceinline__ Element stored(Element bits) { return bits; }
-__device__ __forceinline__ Element pushed(Element bits) { return bits; }
 #endif
 
+#if DTYPE != 5
 // VEC elements of a row of `count`, zero beyond its end, as if they had been published.
-__device__ __forceinline__ uint4 gather(const Element* row, int k, int count) {
+__device__ __forceinline__ uint4 gathered(const Element* row, int k, int count) {
   union {
     uint4 all;
     Element each[VEC];
@@ -41,6 +37,7 @@ __device__ __forceinline__ uint4 gather(const Element* row, int k, int count) {
     for (int e = 0; e < VEC; ++e) v.each[e] = unmarked(v.each[e]);
   return v.all;
 }
+#endif
 
 // How a lane learns that its part of v has come through L2 (POLLING).
 enum Polling {
@@ -51,7 +48,7 @@ enum Polling {
 
 // One time step's v as other blocks publish it: rows of sequences, `stride` elements apart.
 struct Published {
-  const Element* rows;
+  const Exchanged* rows;
   int stride;
 };
 
@@ -60,11 +57,70 @@ struct Multiplier : LoadedWeights {
   int* failed;
   u32 published_at, delay;                    // in cycles, where ALL_DELAYED
   float finished[BATCH_TILES][ROW_TILES][4];  // where DIRECT
+#if DTYPE == 5
+  Scaling given;       // of states from memory
+  float published_by;  // a GRU's states; others' are by STATES_BY
+  float to_sums;       // what the next product's sums are multiplied by
+#endif
 
   __device__ __forceinline__ Multiplier(int hidden, int sequences, int* failed)
       : LoadedWeights(hidden, sequences), given_up(false), failed(failed), delay(0) {
     note_publication();
+#if DTYPE == 5
+    published_by = STATES_BY;
+#endif
   }
+
+  // ---- a result as it is published through L2, or pushed within a cluster
+#if DTYPE == 5
+  // a NaN becomes one that is not the mark
+  __device__ __forceinline__ Exchanged stored(Element bits) const {
+    const float by = CELL == 1 ? published_by : STATES_BY;
+    return Exchanged(two_halves(__uint_as_float(bits) * by, 0.0f));
+  }
+  __device__ __forceinline__ Exchanged pushed(Element bits) const { return stored(bits); }
+#elif DTYPE == 2
+  __device__ __forceinline__ static Element stored(Element bits) {
+    return ROUNDED ? to_tf32(bits) : bits;
+  }
+  __device__ __forceinline__ static Element pushed(Element bits) {
+    return GRID ? bits : to_tf32(bits);
+  }
+#else
+  __device__ __forceinline__ static Element stored(Element bits) { return bits; }
+  __device__ __forceinline__ static Element pushed(Element bits) { return bits; }
+#endif
+
+  // ---- v from memory, of any size, or as it is published; see scaled.cuh
+#if DTYPE == 5
+  __device__ __forceinline__ void begin_given() { given.begin(STATES_BY), expect_given(); }
+  // Whether it must be gathered again.
+  __device__ __forceinline__ bool given_again() {
+    const bool again = CELL == 1 ? given.again_by_block() : given.again_by_warp();
+    expect_given();
+    return again;
+  }
+  __device__ __forceinline__ void expect_given() {
+    // the largest float, not infinity: a sum may be zero
+    to_sums = fminf(inverse(weights_scaling.by) * inverse(given.by), 3.0e38f);
+    if (CELL == 1) published_by = fminf(published_by, given.by);
+  }
+  __device__ __forceinline__ void expect_published() {
+    to_sums = inverse(weights_scaling.by) * inverse(CELL == 1 ? published_by : STATES_BY);
+    if (CELL == 1) to_sums = fminf(to_sums, 3.0e38f);
+  }
+  __device__ __forceinline__ uint4 gather(const Element* row, int k) {
+    return given.read(row + k, hidden - k, hidden % VEC == 0);
+  }
+#else
+  __device__ __forceinline__ void begin_given() {}
+  __device__ __forceinline__ bool given_again() { return false; }
+  __device__ __forceinline__ void expect_given() {}
+  __device__ __forceinline__ void expect_published() {}
+  __device__ __forceinline__ uint4 gather(const Element* row, int k) const {
+    return gathered(row, k, hidden);
+  }
+#endif
 
   // ---- multiplying
   __device__ __forceinline__ bool give_up(Patience& patience) {
@@ -138,6 +194,10 @@ struct Multiplier : LoadedWeights {
         for (int chain = 1; chain < CHAINS; ++chain) total[i] += sums[m][chain][i];
       }
 #endif
+#if DTYPE == 5
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total[i] *= to_sums;
+#endif
       if (DEALT) deal(finished[n][m], total);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -189,12 +249,12 @@ struct Multiplier : LoadedWeights {
 
   // Where the lane's part of vector f lies. Of a sequence that is not there, the last one's: nobody
   // reads the sums of that column. Beyond the inner dimension's end, its last part: see `await`.
-  __device__ __forceinline__ const Element* place_of(Published from, int f) const {
+  __device__ __forceinline__ const Exchanged* place_of(Published from, int f) const {
     const int c = chunk_of(f);
     return row_of(from, tile_of(f)) +
            (RAGGED ? min(c * CHUNK, INNER * padded - VEC - k_of(0)) : c * CHUNK);
   }
-  __device__ __forceinline__ const Element* row_of(Published from, int tile) const {
+  __device__ __forceinline__ const Exchanged* row_of(Published from, int tile) const {
     return from.rows + u32(min(tile * 8 + g, sequences - 1) * from.stride + k_of(0));
   }
   // A piece's vectors, whether they have arrived or not. No load is predicated: the compiler may
@@ -202,7 +262,7 @@ struct Multiplier : LoadedWeights {
   // before the next. The first `kept` of them are there.
   __device__ __forceinline__ void request(uint4 (&v)[AT_ONCE], Published from, int piece,
                                           int kept = 0) const {
-    const Element* rows[ABREAST];
+    const Exchanged* rows[ABREAST];
 #pragma unroll
     for (int j = 0; j < AT_ONCE; ++j) {
       const int f = piece * AT_ONCE + j;
@@ -212,7 +272,7 @@ struct Multiplier : LoadedWeights {
         if (j >= kept) v[j] = load_relaxed(place_of(from, f));
         continue;
       }
-      const Element*& row = rows[f % ABREAST];
+      const Exchanged*& row = rows[f % ABREAST];
       if (j < ABREAST || chunk_of(f) == 0) {
         row = row_of(from, tile_of(f));
         asm("" : "+l"(row));  // otherwise each load would reckon an address of its own
@@ -317,7 +377,7 @@ struct Multiplier : LoadedWeights {
 #if DTYPE != 4
   __device__ __forceinline__ static void accumulate(float (&even)[4], float (&odd)[4],
                                                     const u32 (&a)[2][4], uint4 v) {
-#if DTYPE <= 1
+#if HALVES
     mma(even, a[0], v.x, v.y);
     mma(odd, a[1], v.z, v.w);
 #elif DTYPE == 2
@@ -343,7 +403,7 @@ struct Multiplier : LoadedWeights {
   // ---- v in shared memory
   __device__ __forceinline__ uint4 from_shared(int slot, int c, int n) const {
     return *reinterpret_cast<const uint4*>(vectors(slot) + column_of(n) * VECTOR_ROW +
-                                           k_of(c) * int(sizeof(Element)));
+                                           k_of(c) * int(sizeof(Exchanged)));
   }
   // The lane's part of one batch tile.
   __device__ __forceinline__ void load_vectors(uint4 (&v)[CHUNKS], int slot) const {
@@ -351,8 +411,8 @@ struct Multiplier : LoadedWeights {
     for (int c = 0; c < CHUNKS; ++c) v[c] = from_shared(slot, c, 0);
     __syncwarp();  // the assembler would put the loads off until they are used
   }
-  __device__ __forceinline__ Element* place(int slot, int s, int section, int unit) const {
-    return reinterpret_cast<Element*>(vectors(slot) + s * VECTOR_ROW) + section * padded + unit;
+  __device__ __forceinline__ Exchanged* place(int slot, int s, int section, int unit) const {
+    return reinterpret_cast<Exchanged*>(vectors(slot) + s * VECTOR_ROW) + section * padded + unit;
   }
   // Both slots zero: what is never written must not disturb a sum.
   __device__ __forceinline__ void clear_vectors() const {
@@ -360,8 +420,18 @@ struct Multiplier : LoadedWeights {
       reinterpret_cast<uint4*>(vectors(0))[i] = make_uint4(0, 0, 0, 0);
   }
   // v from memory, where a NaN may be any: unpadded rows of `hidden` (only where INNER is 1)
+#if DTYPE == 5
+  __device__ __forceinline__ void fill_vectors(int slot, const Element* rows) {
+    given.begin(STATES_BY);
+    do {
+      for (int i = threadIdx.x; i < sequences * hidden; i += THREADS)
+        *place(slot, i / hidden, 0, i % hidden) = given.one(rows[i]);
+    } while (given.again_by_block());
+  }
+#else
   __device__ __forceinline__ void fill_vectors(int slot, const Element* rows) const {
     for (int i = threadIdx.x; i < sequences * hidden; i += THREADS)
       *place(slot, i / hidden, 0, i % hidden) = pushed(DTYPE == 2 ? quiet(rows[i]) : rows[i]);
   }
+#endif
 };

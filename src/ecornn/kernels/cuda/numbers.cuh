@@ -1,7 +1,8 @@
 // The element types, their products on tensor cores, and the activations.
 //
 // DTYPE 0 bfloat16, 1 float16, 2 float32 multiplied as TF32, 3 float32 by three TF32 products, 4
-// float32 multiplied as IEEE has it, which tensor cores cannot: see columns.cuh and tiles.cuh.
+// float32 multiplied as IEEE has it, which tensor cores cannot: see columns.cuh and tiles.cuh, 5
+// float32 multiplied as float16: see scaled.cuh.
 #pragma once
 #include "exchange.cuh"
 
@@ -10,9 +11,17 @@ using Element = u16;
 #else
 using Element = u32;
 #endif
+// What blocks exchange and tensor cores multiply, which may be narrower than a tensor's elements.
+#define HALVES (DTYPE <= 1 || DTYPE == 5)
+#if HALVES
+using Exchanged = u16;
+#else
+using Exchanged = u32;
+#endif
 
-constexpr int VEC = 16 / sizeof(Element);  // elements of one 16-byte load
-constexpr int CHUNK = 4 * VEC;             // inner elements the four lanes of a row load at once
+constexpr int VEC = 16 / sizeof(Exchanged);     // of one 16-byte load
+constexpr int ELEMENTS = 16 / sizeof(Element);  // likewise
+constexpr int CHUNK = 4 * VEC;  // inner elements the four lanes of a row load at once
 
 #if DTYPE == 0
 #define MMA_SHAPE "m16n8k16"
@@ -37,8 +46,13 @@ __device__ __forceinline__ u16 from_float(float x) {
   return u16(pair);
 }
 #else
+#if DTYPE == 5
+#define MMA_SHAPE "m16n8k16"
+#define MMA_TYPE "f16"
+#else
 #define MMA_SHAPE "m16n8k8"
 #define MMA_TYPE "tf32"
+#endif
 __device__ __forceinline__ float to_float(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 from_float(float x) { return __float_as_uint(x); }
 #endif
@@ -65,7 +79,7 @@ __device__ __forceinline__ u32 tf32_rest(u32 bits) {
 // Whether one of the values is still the mark.
 struct Marks {
   u32 found = 0;
-#if DTYPE <= 1
+#if HALVES
   // A half of x that is all ones is a half of ~x that is zero: taking one from it borrows into its
   // highest bit, which x has. Two instructions a word; those that compare halves are emulated.
   __device__ __forceinline__ void look(u32 x) { found |= (0xfffefffeu - x) & x; }
@@ -78,7 +92,7 @@ struct Marks {
     // by itself first: one chain through many vectors would be waited for
     Marks own;
     own.look(v.x), own.look(v.y), own.look(v.z), own.look(v.w);
-    found = DTYPE <= 1 ? found | own.found : max(found, own.found);
+    found = HALVES ? found | own.found : max(found, own.found);
   }
 };
 __device__ __forceinline__ bool has_mark(uint4 v) {

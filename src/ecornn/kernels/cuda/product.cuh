@@ -19,7 +19,7 @@
 
 // What is pushed at once: so many elements of a row of v.
 template <int COUNT>
-using Pushed = typename Bytes<COUNT* int(sizeof(Element))>::Type;
+using Pushed = typename Bytes<COUNT* int(sizeof(Exchanged))>::Type;
 
 struct Product : Multiplier {
   using Multiplier::Multiplier;
@@ -97,8 +97,8 @@ struct Product : Multiplier {
   // waits for them. At 1024 × 16 in float16 a training step was 6 % shorter for it backwards;
   // forwards a layer of 512 × 64 takes 7 % less, and one of few sequences up to 2 % more
   // (MARKS_AHEAD).
-  __device__ __forceinline__ void prefetch_marks(const Rows<Element>& exchange, int steps) const {
-    constexpr int SECTOR = 32 / int(sizeof(Element));  // elements that L2 has together
+  __device__ __forceinline__ void prefetch_marks(const Rows<Exchanged>& exchange, int steps) const {
+    constexpr int SECTOR = 32 / int(sizeof(Exchanged));  // that L2 has together
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
       if (unit_of(i) % SECTOR == 0 && has(i, padded - unit0()))
@@ -111,7 +111,7 @@ struct Product : Multiplier {
   // vectors.
   __device__ __forceinline__ u32 expected_bytes() const {
     return GRID ? OWNERS * OWN_ROWS * sequences * 4
-                : INNER * padded * sequences * int(sizeof(Element));
+                : INNER * padded * sequences * int(sizeof(Exchanged));
   }
   __device__ __forceinline__ void open_cluster() const {
 #if CLUSTER > 1
@@ -171,7 +171,7 @@ struct Product : Multiplier {
       const int y = (x + lane) / CLUSTER, p = y % INNER, place = y / INNER * TOGETHER;
       const int unit = unit_at(i, place), s = sequence_at(i, place);
       if (x + lane < PUSHES && s < sequences && unit < end)
-        push(base + s * VECTOR_ROW + (p * padded + unit0() + unit) * int(sizeof(Element)), there,
+        push(base + s * VECTOR_ROW + (p * padded + unit0() + unit) * int(sizeof(Exchanged)), there,
              *reinterpret_cast<const Pushed<TOGETHER>*>(stage() + p * 32 + place));
     }
 #else

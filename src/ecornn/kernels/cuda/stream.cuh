@@ -1,7 +1,7 @@
 // What every step reads from memory, copied to shared memory AHEAD steps before.
 //
 // A warp copies what its own lanes read, PARTS values for each item, and nobody else touches its
-// places: it waits for itself alone. A lane copies the same TOGETHER neighbours of the same part at
+// places: it waits for itself alone. A lane copies the same COPIED neighbours of the same part at
 // every step, so that all it does is to move on. Loads into registers would not do: of those under
 // way a thread can only wait for all, and each lane would reckon PARTS addresses at every step.
 #pragma once
@@ -10,7 +10,7 @@
 #include "sequence.cuh"
 
 struct Stream {
-  static constexpr int GROUPS = 32 / TOGETHER, COPIES = PARTS * GROUPS;
+  static constexpr int GROUPS = 32 / COPIED, COPIES = PARTS * GROUPS;
   static constexpr int ROUNDS = (COPIES + 31) / 32;
   static_assert(ITEMS * ROUNDS <= 32, "`needed` has too few bits");
 
@@ -43,7 +43,7 @@ struct Stream {
 
   __device__ __forceinline__ int part_of(int r) const { return (r * 32 + product.lane) / GROUPS; }
   __device__ __forceinline__ int first_of(int r) const {
-    return (r * 32 + product.lane) % GROUPS * TOGETHER;
+    return (r * 32 + product.lane) % GROUPS * COPIED;
   }
   __device__ __forceinline__ Element* place(int slot, int i, int part) const {
     return product.streams() + ((slot * ITEMS + i) * PARTS + part) * THREADS;
@@ -81,19 +81,19 @@ struct Stream {
     if (by_vectors && PASSING) {
       asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(
                        shared_address(to)),
-                   "l"(source), "n"(TOGETHER * int(sizeof(Element))), "l"(first_to_go())
+                   "l"(source), "n"(COPIED * int(sizeof(Element))), "l"(first_to_go())
                    : "memory");
       return;
     }
     if (by_vectors) {
       asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)),
-                   "l"(source), "n"(TOGETHER * int(sizeof(Element)))
+                   "l"(source), "n"(COPIED * int(sizeof(Element)))
                    : "memory");
       return;
     }
     const int left = product.hidden - product.unit0() - product.unit_at(i, first_of(r));
 #pragma unroll 1
-    for (int e = 0; e < min(TOGETHER, left); ++e) to[e] = source[e];
+    for (int e = 0; e < min(COPIED, left); ++e) to[e] = source[e];
   }
 };
 

@@ -7,11 +7,15 @@
 // backwards one of its columns.
 #pragma once
 #include "memory.cuh"
+#include "scaled.cuh"
 
 struct Weights : Memory {
   int hidden, padded;  // padded: a section's length in v
   int rank;            // in the cluster
   u32 w[IN_REGISTERS][2][4];
+#if DTYPE == 5
+  Scaling weights_scaling;
+#endif
 
   __device__ __forceinline__ Weights(int hidden, int sequences)
       : Memory(sequences), hidden(hidden) {

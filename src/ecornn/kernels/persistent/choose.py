@@ -20,6 +20,7 @@ from ecornn.kernels.persistent.tile import (
     TILE_SEQUENCES,
     Geometry,
     Tile,
+    exchanged_bytes,
     round_up,
 )
 from ecornn.settings import settings
@@ -60,9 +61,22 @@ class Request:
 
 
 #: Float32 that was asked for, and other numbers that may serve, as precise at least: IEEE's, on the
-#: ordinary units. A tensor core multiplies eight columns however few sequences there are; for one
-#: sequence the ordinary units have half as long to do.
-AS_PRECISE = {"tf32": ("ieee",), "tf32x3": ("ieee",)}
+#: ordinary units, and float16 times powers of two. A tensor core multiplies eight columns however
+#: few sequences there are; for one sequence the ordinary units have half as long to do. Of float16,
+#: which has as many bits as TF32, it takes twice as many, and blocks exchange half as much.
+AS_PRECISE = {"tf32": ("ieee", "scaled"), "tf32x3": ("ieee",)}
+#: Cells whose states have a bound, which float16's exponents need: forwards alone.
+BOUNDED = ("lstm", "gru", "rnn_tanh")
+
+
+def as_precise(ask: Request) -> list[str]:
+    """Other numbers that may serve a request."""
+    return [n for n in AS_PRECISE.get(ask.numbers, ()) if n != "scaled" or _is_bounded(ask)]
+
+
+def _is_bounded(ask: Request) -> bool:
+    return ask.kernel == "forward" and ask.cell in BOUNDED
+
 
 #: Steps that marks may be asked for ahead; of a backward kernel always, of a forward one where a
 #: step has so many bytes of them: layers took 2 to 7 % less from 16 KiB on, and more with 8.
@@ -214,8 +228,8 @@ def registers(tile: Tile) -> int:
     pieces = -(-tile.chunks * tile.batch_tiles // tile.at_once)
     vectors = tile.at_once * 4 * min(2, pieces) if tile.grid else 20
     item = {"lstm": 11, "gru": 11, "rnn_tanh": 8, "rnn_relu": 8}[tile.cell] * tile.items
-    # a product's two parts; the columns that each lane has all of
-    split = {"tf32x3": 30, "ieee": 4 * tile.width * tile.abreast}.get(tile.numbers, 0)
+    # a product's two parts; the columns that each lane has all of; what sums are multiplied by
+    split = {"tf32x3": 30, "ieee": 4 * tile.width * tile.abreast, "scaled": 16}.get(tile.numbers, 0)
     kernel = 79 if tile.kernel == "backward" else 74
     found = tile.weight_registers + vectors * 2 // 5 + item + split + kernel
     if tile.numbers != "ieee":
@@ -229,7 +243,9 @@ def registers(tile: Tile) -> int:
 
 
 def candidates(ask: Request, chip: Chip) -> Iterator[Geometry]:
-    element = 2 if ask.numbers in ("bf16", "fp16") else 4
+    if ask.numbers == "scaled" and not _is_bounded(ask):
+        return
+    element = exchanged_bytes(ask.numbers)
     inner = 1 if ask.kernel == "forward" else GATES[ask.cell]
     length = inner * round_up(ask.hidden, 16 // element)  # of the exchanged vector
     chunks = -(-length * element // CHUNK_BYTES)
@@ -255,8 +271,10 @@ def _spreads(ask: Request, chip: Chip) -> Iterator[tuple[bool, int, int, int, in
         units = round_up(-(-ask.hidden // cluster), 8)
         if (cluster - 1) * units < ask.hidden:
             yield False, cluster, units, cluster, count * cluster
+    # each block must see all states that a GRU begins with, to know their bound
+    alone = ask.numbers == "scaled" and ask.cell == "gru"
     for cluster, count in ((1, chip.multiprocessors), *chip.clusters):
-        if cluster > 8:
+        if cluster > (1 if alone else 8):
             continue
         for units in (8, 16, 24, 32):
             blocks = round_up(-(-ask.hidden // units), cluster)
@@ -270,7 +288,7 @@ def _tiles(
     outer = GATES[ask.cell] if ask.kernel == "forward" else 1
     owners = cluster if grid else 1
     own_chunks = -(-chunks // owners)
-    element = 2 if ask.numbers in ("bf16", "fp16") else 4
+    element = exchanged_bytes(ask.numbers)
     small = outer * units * owners * (own_chunks if grid else 1) < 4 * TILE_ROWS
     for warps in (1, 2, 4, 8, 16) if small else (4, 8, 16):
         for row_warps in (1, 2, 4, 8, 16):

@@ -42,11 +42,11 @@ class Floor:
             raise ValueError(f"no persistent kernel holds {hidden} units with {batch} sequences")
         own = replace(found, tile=replace(found.tile, kernel="exchange_floor"))
         self.description = describe(found)
-        width = round_up(hidden, 16 // dtype.itemsize)
-        self._marks = torch.int32 if dtype == torch.float32 else torch.int16
+        width, narrow = round_up(hidden, found.tile.vector), found.tile.exchanged_bytes == 2
+        self._marks = torch.int16 if narrow else torch.int32
         through_l2 = found.tile.grid
         shape = (steps if through_l2 else 1, batch, width)
-        self._exchange = torch.empty(shape, dtype=dtype, device=device)
+        self._exchange = torch.empty(shape, dtype=self._marks, device=device)
         self._seen = torch.empty(found.all_blocks, dtype=torch.int32, device=device)
         self._through_l2 = through_l2
         self._launch = launcher(own, index)
@@ -60,5 +60,5 @@ class Floor:
         """One launch on the current stream."""
         failure_flag().check()
         if self._through_l2:
-            self._exchange.view(self._marks).fill_(-1)
+            self._exchange.fill_(-1)
         self._launch(self._arguments)

@@ -86,7 +86,7 @@ def terms(geometry: Geometry, hidden: int) -> dict[str, float]:
         items = tile.row_tiles * batch_tiles * (2 * min(2, batch) if tile.outer == 1 else 1)
         items = min(items, tile.items)
     in_shared = (tile.row_tiles * tile.chunks - tile.in_registers) * 2 * tile.threads * 16
-    kilobytes = batch * tile.inner * hidden * tile.element_bytes / tile.owners / 1024
+    kilobytes = batch * tile.inner * hidden * tile.exchanged_bytes / tile.owners / 1024
     ieee, at_once = tile.numbers == "ieee", max(1.0, warps / 4)
     products = tile.row_tiles * tile.chunks * 2 * batch_tiles
     found = {
@@ -97,7 +97,7 @@ def terms(geometry: Geometry, hidden: int) -> dict[str, float]:
         "weights in shared memory": in_shared * -(-batch_tiles // tile.abreast) / 32768,
         "items": items - 1,
         "warps": warps,
-        "wide numbers": float(tile.element_bytes == 4),
+        "wide numbers": float(tile.exchanged_bytes == 4),
     }
     if tile.grid:
         return found | _through_l2(geometry, batch_tiles, kilobytes)

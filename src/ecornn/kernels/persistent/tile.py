@@ -9,9 +9,11 @@ from ecornn.kernels.jit import Variant
 from ecornn.spec import GATES
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-#: Element types as the sources number them. "tf32", "tf32x3" (three products of TF32) and "ieee"
-#: are float32 tensors.
-NUMBERS = ("bf16", "fp16", "tf32", "tf32x3", "ieee")
+#: What may be asked for: half precisions and float32 as TF32, as three products of it and as IEEE.
+ASKED = ("bf16", "fp16", "tf32", "tf32x3", "ieee")
+#: How kernels multiply, as the sources number it. "scaled" is float32 as float16 times powers of
+#: two (`scaled.cuh`).
+NUMBERS = (*ASKED, "scaled")
 #: How a lane learns that its vectors have come through L2, as `multiply.cuh` numbers the ways.
 POLLING = ("first", "all", "all delayed")
 #: Rows of a tensor-core product, and the sequences it takes at once.
@@ -26,6 +28,11 @@ AHEAD = 2
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def exchanged_bytes(numbers: str) -> int:
+    """Of each value that blocks exchange and multiply."""
+    return 2 if numbers in ("bf16", "fp16", "scaled") else 4
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,18 @@ class Tile:
 
     @property
     def element_bytes(self) -> int:
+        """Of a tensor's."""
         return 2 if self.numbers in ("bf16", "fp16") else 4
 
     @property
+    def exchanged_bytes(self) -> int:
+        """Of what blocks exchange and multiply."""
+        return exchanged_bytes(self.numbers)
+
+    @property
     def vector(self) -> int:
-        """Elements of one 16-byte load."""
-        return 16 // self.element_bytes
+        """Of the exchanged ones, those of one 16-byte load."""
+        return 16 // self.exchanged_bytes
 
     @property
     def threads(self) -> int:
@@ -128,7 +141,7 @@ class Tile:
             received = self.owners * self.sequences * self.outer * self.units * 4
         stage = 0
         if not self.grid and self.cluster > 1:
-            stage = self.threads * self.inner * self.element_bytes
+            stage = self.threads * self.inner * self.exchanged_bytes
         stream = AHEAD * self.items * self._parts * self.threads * self.element_bytes
         sums = self.partial_buffers * partial + 2 * received
         laid_out = weight_bytes + 2 * vectors + sums + stream + stage
@@ -173,7 +186,7 @@ class Tile:
 
     def serving(self, hidden: int) -> Tile:
         """The same for layers of so many units."""
-        chunk = CHUNK_BYTES // self.element_bytes
+        chunk = CHUNK_BYTES // self.exchanged_bytes
         whole = self.owners * self.k_warps * self.chunks * chunk
         ragged = self.grid and whole != self.inner * round_up(hidden, self.vector)
         return replace(self, ragged=ragged)
@@ -227,7 +240,7 @@ class Geometry:
         tile = self.tile
         unit_rows = 4 if tile.direct and tile.outer > 1 else tile.outer
         rows = tile.row_warps * tile.row_tiles * TILE_ROWS
-        inner = tile.owners * tile.k_warps * tile.chunks * CHUNK_BYTES // tile.element_bytes
+        inner = tile.owners * tile.k_warps * tile.chunks * CHUNK_BYTES // tile.exchanged_bytes
         return (
             self.blocks * tile.units >= hidden
             and self.blocks % tile.cluster == 0

@@ -18,10 +18,10 @@ from ecornn.kernels.jit import compiled
 from ecornn.kernels.jit.resources import resources
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.choose import (
-    AS_PRECISE,
     MARKS_AHEAD,
     STAGED_BYTES,
     Request,
+    as_precise,
     known_requests,
     measured,
     ranked,
@@ -68,9 +68,10 @@ def finalists(ask: Request, device: int, count: int) -> list[Geometry]:
 def others(ask: Request, device: int) -> list[Geometry]:
     """Tiles of other numbers that may serve the request, and may be the quicker ones."""
     found: list[Geometry] = []
-    for numbers in AS_PRECISE.get(ask.numbers, ()):
+    for numbers in as_precise(ask):
         every = ranked(replace(ask, numbers=numbers), chip(device))
-        few = (geometry for geometry in every if geometry.group_batch <= MOST_COLUMNS)
+        most = MOST_COLUMNS if numbers == "ieee" else ask.batch
+        few = (geometry for geometry in every if geometry.group_batch <= most)
         found += islice(_hardly_spilling(few, architecture(device)), OTHERS)
     return [way for geometry in found for way in waiting_ways(geometry)]
 
@@ -124,7 +125,7 @@ def staging_ways(geometry: Geometry) -> list[Geometry]:
     return [
         replace(geometry, tile=replace(tile, staged_bytes=way))
         for way in STAGED_BYTES
-        if way != tile.staged_bytes
+        if way != tile.staged_bytes and tile.numbers != "scaled"  # converted on their way
     ]
 
 
@@ -149,10 +150,13 @@ class _Problem:
         self.gates = [self._draw(STEPS, b, max(rows, stored)) for _ in range(d)]
         self.output, self.cells = self._draw(STEPS, b, d * h), self._draw(STEPS, b, d * h)
         self.d_output = self._draw(STEPS, b, d * h)
-        self.states = [self._draw(d, b, h) for _ in range(4)]
+        self.states = [self._draw(d, b, h, scale=0.3) for _ in range(4)]
         self.carried = [torch.zeros(d, b, h, device=self.device) for _ in range(2)]
         self.d_gates = [self._draw(STEPS, b, stored) for _ in range(d)]
         self.exchanged = self.d_gates if ask.kernel == "backward" else [self.output]
+        #: For tiles that exchange something narrower than the output.
+        self.narrow = [torch.empty(STEPS, b, h, dtype=torch.float16, device=self.device)]
+        self.narrow += [torch.empty_like(self.narrow[0]) for _ in range(d - 1)]
         self.rows, self.gate_rows = STEPS * b, rows
         self.input, self.input_weights = self._draw(STEPS * b, h), self._draw(rows, h, scale=0.01)
         #: Whether the input's product is a kernel of ours, which one block's may begin beside: in
@@ -163,8 +167,8 @@ class _Problem:
     def _draw(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
 
-    def mark(self) -> None:
-        for tensor in self.exchanged:
+    def mark(self, tile: Tile) -> None:
+        for tensor in self.narrow if _is_narrow(tile) else self.exchanged:
             tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16).fill_(-1)
 
     def multiply_input(self) -> None:
@@ -194,6 +198,8 @@ class _Problem:
             offset = d * ask.hidden * self.output.element_size()
             a.output[d], a.cells[d] = (t.data_ptr() + offset for t in (self.output, self.cells))
             a.exchange[d] = a.output[d]
+            if _is_narrow(geometry.tile):
+                a.exchange[d], row = self.narrow[d].data_ptr(), ask.hidden
             if not backward and ask.cell == "lstm":  # as in training
                 a.kept[d] = a.gates[d]
             if backward:
@@ -208,9 +214,14 @@ class _Problem:
         a.failed = failure_flag().address
         a.steps = a.total = STEPS
         a.batch = a.end_sequence = ask.batch
-        a.hidden, a.output_row, a.group_batch = ask.hidden, row, geometry.group_batch
+        a.hidden, a.group_batch = ask.hidden, geometry.group_batch
+        a.output_row = ask.directions * ask.hidden
         a.exchange_row = self.d_gates[0].shape[-1] if backward else row
         return a  # type: ignore[no-any-return]
+
+
+def _is_narrow(tile: Tile) -> bool:
+    return tile.exchanged_bytes < tile.element_bytes
 
 
 def measure(problem: _Problem, geometry: Geometry, device: int) -> float | None:
@@ -228,7 +239,7 @@ def measure(problem: _Problem, geometry: Geometry, device: int) -> float | None:
         if problem.small:
             problem.multiply_input()
         if tile.grid:
-            problem.mark()
+            problem.mark(tile)
         launch(arguments, early=early)
 
     def ahead() -> None:
