@@ -30,7 +30,6 @@ COUNT = 3
 #: How many of the threads run on a CPU: as many as what they meet in needs.
 MAIN = """
 #include "cuda_on_cpu.h"
-using Exchanged = unsigned;
 #define DTYPE {dtype}
 #include "row_losses.cu"
 extern "C" int run(const RowLossArguments* arguments) {{

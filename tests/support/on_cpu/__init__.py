@@ -19,7 +19,7 @@ from typing import Any
 from ecornn.kernels.jit.key import SOURCES
 from ecornn.kernels.persistent.gradients import GradientTile
 from ecornn.kernels.persistent.shares import ShareTile
-from ecornn.kernels.persistent.tile import Geometry, Tile, exchanged_bytes, round_up
+from ecornn.kernels.persistent.tile import Geometry, Tile, round_up
 from ecornn.kernels.persistent.transposed import TransposeTile
 
 HERE = Path(__file__).parent
@@ -167,15 +167,12 @@ def built(tile: OnItsOwn | Tile, folder: Path) -> Any:
     for source in (SOURCES / f"{tile.kernel}.cu", *SOURCES.glob("*.cuh")):
         (here / source.name).write_text(for_cpu(source.name, source.read_text()))
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    halves = exchanged_bytes(getattr(tile, "numbers", "ieee")) == 2
-    exchanged = "unsigned short" if halves else "unsigned"
     shared_bytes = "SHARED_BYTES" if isinstance(tile, Tile) else "sizeof(tiles)"
     (here / "main.cpp").write_text(
         f'''#include "cuda_on_cpu.h"
 #define COPIES_ARRIVE_LATE {int(key, 16) % 2}
 #include "copies.h"
-{defined}using Exchanged = {exchanged};
-#include "{tile.kernel}.cu"
+{defined}#include "{tile.kernel}.cu"
 extern "C" int run(const {ARGUMENTS[tile.kernel]}* arguments, unsigned blocks, unsigned groups,
                    unsigned directions, const uintptr_t* exchanged, int missing, double seconds,
                    const Place* places, int count) {{

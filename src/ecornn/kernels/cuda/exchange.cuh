@@ -13,6 +13,15 @@ using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 
+// What blocks exchange and tensor cores multiply, which may be narrower than a tensor's elements: see
+// numbers.cuh.
+#define HALVES (DTYPE <= 1 || DTYPE == 5)
+#if HALVES
+using Exchanged = u16;
+#else
+using Exchanged = u32;
+#endif
+
 template <int COUNT>
 struct Bytes;
 template <>

@@ -11,13 +11,6 @@ using Element = u16;
 #else
 using Element = u32;
 #endif
-// What blocks exchange and tensor cores multiply, which may be narrower than a tensor's elements.
-#define HALVES (DTYPE <= 1 || DTYPE == 5)
-#if HALVES
-using Exchanged = u16;
-#else
-using Exchanged = u32;
-#endif
 
 constexpr int VEC = 16 / sizeof(Exchanged);     // of one 16-byte load
 constexpr int ELEMENTS = 16 / sizeof(Element);  // likewise
