@@ -56,14 +56,18 @@ def test_known_sizes_are_measured_again(
     assert known is not None
     quicker = replace(known, tile=replace(known.tile, polling="all delayed"))
 
-    def measures(_: int) -> Iterator[tune.Again]:
+    def measures(_: int, numbers: str) -> Iterator[tune.Again]:
+        asked.append(numbers)
         yield tune.Again(entry(ask, quicker, 0.5), 0.75, 0)
         if interrupted:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(tune, "tuned_again", measures)
+    asked: list[str] = []
+    only = ["--numbers", "fp16"] if interrupted else []
     try:
-        result = CliRunner().invoke(app, ["tune", "--again"])
+        result = CliRunner().invoke(app, ["tune", "--again", *only])
+        assert asked == ["fp16" if interrupted else ""]
         assert (result.exit_code != 0) is interrupted
         assert "forward lstm bf16 512 × 4: 0.750 µs a step, now 0.500" in result.output
         assert measured(ask) == quicker

@@ -176,6 +176,20 @@ def test_what_no_change_makes_better_is_measured_once(monkeypatch: pytest.Monkey
     assert found[-1].left == 0
 
 
+def test_sizes_in_some_numbers_alone_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_if_compiled(monkeypatch, lambda v: 0)
+    monkeypatch.setattr(tune, "chip", lambda device: HOPPER)
+    monkeypatch.setattr(tune, "_Problem", lambda ask, device: ask)
+    monkeypatch.setattr(tune, "measure", lambda ask, g, device: 1.0)
+    every = known_requests()
+    for numbers, own in (("tf32", "tf32"), ("bf16", "bf16"), ("fp16", "bf16"), ("ieee", "ieee")):
+        wanted = [ask for ask in every if ask.numbers == own]
+        assert known_requests(numbers) == wanted
+        found = [again.entry["request"]["numbers"] for again in tune.tuned_again(0, numbers)]
+        assert found == [own] * len(wanted)
+    assert 0 < len(known_requests("tf32")) < len(every)
+
+
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize(("gain", "taken"), [(0.005, False), (0.015, True)])
 def test_a_change_that_gains_hardly_anything_is_not_made(

@@ -20,12 +20,21 @@ def tune(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 0,
     cell: Annotated[str, typer.Option(help=f"One of {', '.join(CELLS)}.")] = "lstm",
     numbers: Annotated[
-        str, typer.Option(help="bf16, fp16, or float32 as tf32, tf32x3 (three products) or ieee.")
-    ] = "bf16",
+        str,
+        typer.Option(
+            help="bf16, fp16, or float32 as tf32, tf32x3 (three products) or ieee; bf16 where it "
+            "is left out, and with --again all of them.",
+            show_default=False,
+        ),
+    ] = "",
     bidirectional: Annotated[bool, typer.Option(help="Both directions at once.")] = False,
     tiles: Annotated[int, typer.Option(help="How many of the model's best to measure.")] = 12,
     again: Annotated[
-        bool, typer.Option("--again", help="All sizes that were measured before, instead of one.")
+        bool,
+        typer.Option(
+            "--again",
+            help="All sizes that were measured before, instead of one, or those in --numbers.",
+        ),
     ] = False,
 ) -> None:
     """Measure persistent kernels for one size on this GPU; layers use the fastest from then on."""
@@ -40,16 +49,16 @@ def tune(
         problem = "--again measures the sizes that are known: leave --hidden and --batch out"
     elif not again and (hidden < 8 or hidden % 8 or batch < 1 or tiles < 1):
         problem = "--hidden must be a multiple of 8, --batch and --tiles at least 1"
-    elif cell not in CELLS or numbers not in NUMBERS:
+    elif cell not in CELLS or numbers not in ("", *NUMBERS):
         problem = f"--cell is one of {', '.join(CELLS)}, --numbers one of {', '.join(NUMBERS)}"
     if problem is not None:
         typer.echo(f"cannot tune: {problem}", err=True)
         raise typer.Exit(EXIT_BAD_INPUT)
     console = Console()
     if again:
-        _tune_again(console)
+        _tune_again(console, numbers)
         return
-    directions = 2 if bidirectional else 1
+    numbers, directions = numbers or "bf16", 2 if bidirectional else 1
     entries = []
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("measuring", total=2)
@@ -63,7 +72,7 @@ def tune(
     console.print(f"remembered in {remember(entries)}")
 
 
-def _tune_again(console: Console) -> None:
+def _tune_again(console: Console, numbers: str) -> None:
     from rich.progress import Progress
 
     from ecornn.kernels.persistent import tune
@@ -72,8 +81,8 @@ def _tune_again(console: Console) -> None:
     entries = []
     try:
         with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("compiling, then measuring", total=len(known_requests()))
-            for done, again in enumerate(tune.tuned_again(0), 1):
+            bar = progress.add_task("compiling, then measuring", total=len(known_requests(numbers)))
+            for done, again in enumerate(tune.tuned_again(0, numbers), 1):
                 entries.append(again.entry)
                 ask, now = again.entry["request"], again.entry["microseconds"]
                 size = " ".join(str(ask[name]) for name in ("kernel", "cell", "numbers"))

@@ -87,6 +87,9 @@ MANY_MARKS = 16 * 1024
 #: much at least.
 STAGED_BYTES = (0, 64 * 1024)
 
+#: Numbers that cost the same: what is measured for one of them holds for the other.
+HALF = ("bf16", "fp16", "half")
+
 _TILE_NAMES = frozenset(field.name for field in fields(Tile))
 
 #: Tiles that were the fastest of many on an H200, one for each request that was measured.
@@ -156,19 +159,21 @@ def _entry(ask: Request) -> dict[str, Any] | None:
     return found
 
 
-def known_requests() -> list[Request]:
-    """What the tables have an entry for; of half precisions, which they do not tell apart, in
-    bfloat16."""
+def known_requests(numbers: str = "") -> list[Request]:
+    """What the tables have an entry for, or those in some numbers; of half precisions, which they
+    do not tell apart, in bfloat16."""
     asks = (entry["request"] for entry in _table().values())
-    return [
-        Request(**{**ask, "numbers": "bf16" if ask["numbers"] == "half" else ask["numbers"]})
+    found = [
+        Request(**{**ask, "numbers": "bf16" if ask["numbers"] in HALF else ask["numbers"]})
         for ask in asks
     ]
+    wanted = "bf16" if numbers in HALF else numbers
+    return [ask for ask in found if wanted in ("", ask.numbers)]
 
 
 def _key(ask: dict[str, Any]) -> tuple[Any, ...]:
-    # half precisions cost the same, and lengths or resets change nothing that a tile depends on
-    numbers = "half" if ask["numbers"] in ("bf16", "fp16", "half") else ask["numbers"]
+    # lengths or resets change nothing that a tile depends on
+    numbers = "half" if ask["numbers"] in HALF else ask["numbers"]
     return (*(ask[name] for name in ("kernel", "cell", "hidden", "batch", "directions")), numbers)
 
 

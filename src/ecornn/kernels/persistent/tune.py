@@ -318,11 +318,12 @@ class Again(NamedTuple):
     left: int  # requests that are measured after this one, as far as is known
 
 
-def tuned_again(device: int) -> Iterator[Again]:
-    """Each request of the tables measured anew, beside tiles near its own and of other numbers;
-    those that another tile serves better once more, beside tiles near that."""
+def tuned_again(device: int, numbers: str = "") -> Iterator[Again]:
+    """Each request of the tables, or those in some numbers, measured anew, beside tiles near its
+    own and of other numbers; those that another tile serves better once more, beside tiles near
+    that."""
     arch, here = architecture(device), chip(device)
-    known = ((ask, measured(ask)) for ask in known_requests())
+    known = ((ask, measured(ask)) for ask in known_requests(numbers))
     own = {ask: found for ask, found in known if found is not None and serves(found, ask, here)}
     before: dict[Request, float] = {}
     present = own
