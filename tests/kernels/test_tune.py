@@ -15,7 +15,7 @@ from ecornn.kernels.jit.resources import Resources
 from ecornn.kernels.persistent import choose, tune
 from ecornn.kernels.persistent.choose import Request, known_requests, measured, ranked
 from ecornn.kernels.persistent.model import estimate, explain, terms
-from ecornn.kernels.persistent.tile import CELLS, Geometry, Tile
+from ecornn.kernels.persistent.tile import CELLS, POLLING, Geometry, Tile
 from ecornn.kernels.persistent.tune import finalists
 from support.chips import CHIPS, HOPPER, KERNELS
 
@@ -242,6 +242,24 @@ def test_other_numbers_may_serve_float32(
     assert set(found) <= set(finalists(ask, 0, 3))
     large = Request("forward", "lstm", numbers, 2048, 64)
     assert tune.others(large, 0) == [], "the chip has no room for so many groups"
+
+
+def test_what_is_the_fastest_in_half_precision_is_tried_for_scaled_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """First, unless it spills or its cell has no bound."""
+    _as_if_compiled(monkeypatch, lambda v: 0)
+    monkeypatch.setattr(tune, "chip", lambda device: HOPPER)
+    ask = Request("forward", "lstm", "tf32", 1024, 16)
+    half = measured(replace(ask, numbers="bf16"))
+    assert half is not None
+    want = replace(half, tile=replace(half.tile, numbers="scaled", staged_bytes=0))
+    found = [g for g in tune.others(ask, 0) if g.tile.numbers == "scaled"]
+    assert found[0] == want
+    assert len(found) == len(set(found)) <= tune.OTHERS * len(POLLING)
+    spills = dict(want.tile.variant("sm_90a").constants)
+    _as_if_compiled(monkeypatch, lambda v: 200 * (dict(v.constants) == spills))
+    assert want not in tune.others(ask, 0)
 
 
 def test_only_states_that_have_a_bound_are_scaled() -> None:
