@@ -21,6 +21,7 @@ from ecornn.backends.protocol import BackwardRequest, LayerCall, LayerResult, Re
 from ecornn.bench.training.memory import allocated_peak
 from ecornn.echo.replay import Ledger
 from ecornn.kernels.persistent.choose import Request, candidates
+from ecornn.kernels.persistent.tile import Geometry
 from ecornn.ops.recurrence import read_call, recurrence, recurrence_backward
 from ecornn.ops.scratch import scratch_bytes
 from ecornn.spec import GATES, weight_layout
@@ -88,7 +89,13 @@ def test_sizes_that_are_padded_are_exchanged_elsewhere() -> None:
     assert padded.before_gradients > whole.before_gradients
 
 
-@pytest.mark.usefixtures("_without_launches")
+@pytest.fixture
+def _an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistent_scratch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(persistent_scratch, "chip", lambda index: HOPPER)
+
+
+@pytest.mark.usefixtures("_without_launches", "_an_h200")
 @pytest.mark.parametrize("grid", [False, True], ids=["cluster", "L2"])
 def test_what_is_exchanged_beside_the_output_is_counted(
     grid: bool, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +112,37 @@ def test_what_is_exchanged_beside_the_output_is_counted(
     peak = allocated_peak(lambda: made.append(persistent_forward.forward(call)))
     taken = peak - results_of(call, made[0])
     assert taken == pytest.approx(scratch_of(call).forward, rel=0.02, abs=40_000)
+
+
+@pytest.mark.usefixtures("_an_h200")
+@pytest.mark.parametrize(
+    ("batch", "directions", "halves"),
+    [
+        (64, 1, True),
+        (128, 1, True),  # in two launches of what was measured
+        (100, 1, False),  # of 50 each, which was not
+        (32, 1, False),
+    ],
+)
+def test_what_launches_of_a_part_exchange_is_counted(
+    batch: int, directions: int, halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the whole batch does not fit: of 1,024 units in TF32 not even 64 sequences would, but
+    for what was measured."""
+    request = Request("forward", "lstm", "scaled", 1024, 64)
+    scaled = next(g for g in candidates(request, HOPPER) if g.tile.grid)
+    asked: list[Request] = []
+
+    def measured(ask: Request) -> Geometry | None:
+        asked.append(ask)
+        return scaled if (ask.hidden, ask.batch) == (1024, 64) else None
+
+    monkeypatch.setattr(persistent_scratch, "measured", measured)
+    call = read_call(*arguments("lstm", "gates", directions, 1024, "persistent"))
+    call = replace(call, input_TBI=torch.empty(4, batch, INPUTS, device="meta"))
+    found = scratch_of(call).forward
+    assert found == (4 * batch * 1024 * 2 if halves else 0)
+    assert asked[0].batch == batch
 
 
 @pytest.mark.parametrize("keep", ["states", "gates", "auto"])

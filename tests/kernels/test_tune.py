@@ -340,5 +340,15 @@ def test_a_tile_of_other_numbers_is_remembered_as_such(
         assert [choose.step_microseconds(other, each) for each in more_precise] == [0.25, 0.25]
         # what is known of one unit's products says nothing of the other's
         assert choose.step_microseconds(own, ask) == max(0.25, estimate(own, 256))
+        # what takes its place and is no more precise than was asked for is not taken for them
+        scaled = ranked(replace(ask, numbers="scaled"), HOPPER)[0]
+        choose.remember([tune.entry(ask, scaled, 0.125)])
+        assert measured(ask) == scaled
+        assert "forward lstm scaled" in explain(scaled, 256)
+        assert [measured(each) for each in more_precise] == [other, other]
+        assert [choose.step_microseconds(other, each) for each in more_precise] == [0.25, 0.25]
+        choose.remember([tune.entry(ask, own, 0.0625)])
+        assert measured(ask) == own
+        assert [measured(each) for each in more_precise] == [other, other]
     finally:
         choose._table.cache_clear()

@@ -61,7 +61,7 @@ class Pass:
                 for place, rows in zip(places, self.rows, strict=True)
             ]
             self.buffer_rows = 2 * size
-        #: Of a forward pass; both layers' lie one behind the other.
+        #: Of a forward pass; each layer has its own.
         self.beside = None if self.backward else beside_output(tile, self.hidden)
         exchanged = self.hidden if self.beside is None else self.beside.width
         if self.backward:

@@ -198,6 +198,9 @@ def _requests(spec: RnnSpec, batch: int) -> list[Request]:
 
 def _as_measured(request: Request, found: Geometry) -> str:
     told = "  the fastest of those that were measured for this size"
-    if found.tile.numbers == request.numbers:
+    own, asked = found.tile.numbers, request.numbers
+    if own == asked:
         return told
-    return f"{told}; {found.tile.numbers} is as precise as {request.numbers} at least"
+    if own == "scaled":
+        return f"{told}; {own} float16 has as many bits as {asked}"
+    return f"{told}; {own} is as precise as {asked} at least"

@@ -3,12 +3,14 @@ memory: the buffers of `persistent_forward` and `persistent_backward`, by their 
 
 from __future__ import annotations
 
+from torch import cuda
+
 from ecornn.backends.persistent_backward import recomputed_in
-from ecornn.backends.persistent_calls import beside_output, padded
+from ecornn.backends.persistent_calls import beside_output, half_of, padded
 from ecornn.backends.persistent_forward import forward_pieces
 from ecornn.backends.protocol import LayerCall, Scratch
-from ecornn.kernels.persistent.choose import Request, measured
-from ecornn.kernels.persistent.device import numbers_of
+from ecornn.kernels.persistent.choose import Request, candidates, measured, serves
+from ecornn.kernels.persistent.device import chip, numbers_of
 from ecornn.kernels.persistent.tile import Tile
 from ecornn.spec import GATES
 
@@ -41,13 +43,24 @@ def _exchanged_row(call: LayerCall) -> int:
 
 
 def _tile(call: LayerCall) -> Tile | None:
-    """Of a forward pass, if it was measured: what is not exchanges what the output is of."""
+    """Of a forward pass, if it was measured: what was not exchanges what the output is of. Found as
+    the launches are, but that the driver is not asked."""
     batch, numbers = call.input_TBI.shape[1], numbers_of(call.input_TBI.dtype)
-    if numbers is None or not isinstance(batch, int):
+    if numbers is None or type(batch) is not int or not batch or not cuda.is_available():
         return None
-    hidden = call.h0_DBR.shape[-1]
-    found = measured(Request("forward", call.cell, numbers, hidden, batch, call.directions))
-    return None if found is None else found.tile
+    size, here = batch, chip(call.input_TBI.device.index or 0)
+    while True:
+        for together in range(call.directions, 0, -1):
+            sizes = (call.cell, numbers, call.h0_DBR.shape[-1], size, together)
+            ask = Request("forward", *sizes)
+            known = measured(ask)
+            if known is not None and serves(known, ask, here):
+                return known.tile
+            if next(candidates(ask, here), None) is not None:
+                return None
+        if size == 1:
+            return None
+        size = half_of(size)
 
 
 def _backward(call: LayerCall) -> tuple[int, int]:

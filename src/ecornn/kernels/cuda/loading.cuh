@@ -64,7 +64,7 @@ struct LoadedWeights : Weights {
 
   __device__ __forceinline__ void load_weights(const Element* matrix) {
 #if DTYPE == 5
-    weights_scaling.begin(WEIGHTS_BY);
+    weights_scaling.begin(WEIGHTS_BY, LEAST_WEIGHTS_BY);
     do {
       load_all(matrix);
     } while (weights_scaling.again_by_warp());

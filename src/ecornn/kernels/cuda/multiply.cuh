@@ -75,8 +75,9 @@ struct Multiplier : LoadedWeights {
 #if DTYPE == 5
   // a NaN becomes one that is not the mark
   __device__ __forceinline__ Exchanged stored(Element bits) const {
-    const float by = CELL == 1 ? published_by : STATES_BY;
-    return Exchanged(two_halves(__uint_as_float(bits) * by, 0.0f));
+    float y = __uint_as_float(bits) * (CELL == 1 ? published_by : STATES_BY);
+    if (CELL == 1 && is_beyond(y, bits)) y = copysignf(MOST, y);
+    return Exchanged(two_halves(y, 0.0f));
   }
   __device__ __forceinline__ Exchanged pushed(Element bits) const { return stored(bits); }
 #elif DTYPE == 2
@@ -93,7 +94,9 @@ struct Multiplier : LoadedWeights {
 
   // ---- v from memory, of any size, or as it is published; see scaled.cuh
 #if DTYPE == 5
-  __device__ __forceinline__ void begin_given() { given.begin(STATES_BY), expect_given(); }
+  __device__ __forceinline__ void begin_given() {
+    given.begin(STATES_BY, LEAST_STATES_BY), expect_given();
+  }
   // Whether it must be gathered again.
   __device__ __forceinline__ bool given_again() {
     const bool again = CELL == 1 ? given.again_by_block() : given.again_by_warp();
@@ -101,13 +104,11 @@ struct Multiplier : LoadedWeights {
     return again;
   }
   __device__ __forceinline__ void expect_given() {
-    // the largest float, not infinity: a sum may be zero
-    to_sums = fminf(inverse(weights_scaling.by) * inverse(given.by), 3.0e38f);
+    to_sums = inverse(weights_scaling.by) * inverse(given.by);
     if (CELL == 1) published_by = fminf(published_by, given.by);
   }
   __device__ __forceinline__ void expect_published() {
     to_sums = inverse(weights_scaling.by) * inverse(CELL == 1 ? published_by : STATES_BY);
-    if (CELL == 1) to_sums = fminf(to_sums, 3.0e38f);
   }
   __device__ __forceinline__ uint4 gather(const Element* row, int k) {
     return given.read(row + k, hidden - k, hidden % VEC == 0);
@@ -422,7 +423,7 @@ struct Multiplier : LoadedWeights {
   // v from memory, where a NaN may be any: unpadded rows of `hidden` (only where INNER is 1)
 #if DTYPE == 5
   __device__ __forceinline__ void fill_vectors(int slot, const Element* rows) {
-    given.begin(STATES_BY);
+    given.begin(STATES_BY, LEAST_STATES_BY);
     do {
       for (int i = threadIdx.x; i < sequences * hidden; i += THREADS)
         *place(slot, i / hidden, 0, i % hidden) = given.one(rows[i]);

@@ -3,16 +3,17 @@
 // TF32 and float16 have the same ten bits after the first; what float16 lacks is exponents. So all
 // factors are multiplied by a power of two first, and the sums, in float32, divided by both. States
 // of an LSTM or a tanh cell lie within (-1, 1) and are published 2^15 times as large, weights are
-// kept 2^10 times as large: what is beyond 2^-29 and 2^-24 is rounded as TF32 rounds it, and what
-// is not loses 2^-40 and 2^-35 at most. Half as many bytes are kept on chip, exchanged and read,
-// and a product of tensor cores takes twice as many.
+// kept 2^10 times as large: what is beyond 2^-29 and 2^-24 is rounded as TF32 rounds it, and what is
+// not loses 2^-40 and 2^-35 at most. Half as many bytes are kept on chip, exchanged and read, and a
+// product of tensor cores takes twice as many.
 //
-// Initial states may be of any size, and so may weights. Where one would become an infinity, they
-// are taken once more, 16 times smaller, until none does: what is smaller than the largest by less
-// than 2^26 keeps TF32's bits. That is found when they are read: of a warp's weights, and of the
-// states that it gathers for itself, by the warp; of states in shared memory by the block. A GRU's
-// states stay within 1 or the largest initial one, so that its blocks publish them by what they have
-// all found of these.
+// Initial states may be larger, and so may weights. Where one would become an infinity, they are
+// taken once more, 16 times smaller, but not below 2^-9 and 2^-6 times as large: others share the
+// scale, and lose 2^-16 of a state and 2^-19 of a weight at most. What is too large even so counts
+// as 3.3e7 or 4.2e6: sums that it is part of are as large, but not right.
+// That is found when they are read: of a warp's weights, and of the states that it gathers for
+// itself, by the warp; of states in shared memory by the block. A GRU's states stay within 1 or the
+// largest initial one, so that its blocks publish them by what they have all found of these.
 #pragma once
 #include "numbers.cuh"
 
@@ -24,6 +25,7 @@ static_assert(CELL != 1 || !GRID || CLUSTER == 1,
 static_assert(!STAGED_BYTES, "weights must be converted on their way");
 
 constexpr float STATES_BY = 32768.0f, WEIGHTS_BY = 1024.0f, LESS = 1.0f / 16.0f;
+constexpr float LEAST_STATES_BY = 0x1p-9f, LEAST_WEIGHTS_BY = 0x1p-6f;
 constexpr float MOST = 65504.0f;  // float16's
 
 __device__ __forceinline__ u32 two_halves(float low, float high) {
@@ -37,17 +39,24 @@ __device__ __forceinline__ float inverse(float power) {
   return __uint_as_float(0x7f000000u - __float_as_uint(power));
 }
 
+// Whether a value became an infinity, which was none.
+__device__ __forceinline__ bool is_beyond(float scaled, Element bits) {
+  return !(fabsf(scaled) <= MOST) && (bits & ~0u >> 1) < 0x7f800000u;
+}
+
 // Values of any size on their way to float16.
 struct Scaling {
-  float by;
+  float by, least;
   bool too_large;
 
-  __device__ __forceinline__ void begin(float first) { by = first, too_large = false; }
+  __device__ __forceinline__ void begin(float first, float last) {
+    by = first, least = last, too_large = false;
+  }
   __device__ __forceinline__ float scaled(Element bits) {
-    const float x = __uint_as_float(bits), y = x * by;
-    // an infinity, or a NaN, is one to begin with
-    too_large |= !(fabsf(y) <= MOST) && (bits & ~0u >> 1) < 0x7f800000u;
-    return y;
+    const float y = __uint_as_float(bits) * by;
+    const bool beyond = is_beyond(y, bits);
+    too_large |= beyond;
+    return beyond ? copysignf(MOST, y) : y;
   }
   __device__ __forceinline__ Exchanged one(Element bits) {
     return Exchanged(two_halves(scaled(bits), 0.0f));
@@ -81,9 +90,10 @@ struct Scaling {
 
  private:
   __device__ __forceinline__ bool again(bool found) {
+    const bool can = found && by > least;
     too_large = false;
-    if (found) by *= LESS;
-    return found;
+    if (can) by *= LESS;
+    return can;
   }
 };
 #endif

@@ -60,10 +60,11 @@ class Request:
     share: int = 1
 
 
-#: Float32 that was asked for, and other numbers that may serve, as precise at least: IEEE's, on the
-#: ordinary units, and float16 times powers of two. A tensor core multiplies eight columns however
-#: few sequences there are; for one sequence the ordinary units have half as long to do. Of float16,
-#: which has as many bits as TF32, it takes twice as many, and blocks exchange half as much.
+#: Float32 that was asked for, and other numbers that may serve: IEEE's, on the ordinary units,
+#: which are as precise at least, and float16 times powers of two, which has as many bits as TF32.
+#: A tensor core multiplies eight columns however few sequences there are; for one sequence the
+#: ordinary units have half as long to do. Of float16 it takes twice as many, and blocks exchange
+#: half as much.
 AS_PRECISE = {"tf32": ("ieee", "scaled"), "tf32x3": ("ieee",)}
 #: Cells whose states have a bound, which float16's exponents need: forwards alone.
 BOUNDED = ("lstm", "gru", "rnn_tanh")
@@ -213,6 +214,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 def remember(entries: list[dict[str, Any]]) -> Path:
     """Add entries to this machine's own table, in place of older ones for the same requests."""
     path = own_table()
+    entries = [*_of_more_precise(entries), *entries]
     kept = {_key(e["request"]): e for e in [*read_entries(path), *entries]}
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
@@ -221,6 +223,24 @@ def remember(entries: list[dict[str, Any]]) -> Path:
     Path(name).replace(path)
     _table.cache_clear()
     return path
+
+
+def _of_more_precise(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What an entry for TF32 was for more precise numbers (`_entry`), where another one comes in
+    its place that is not: for these it stays what was measured the fastest."""
+    found = []
+    for entry in entries:
+        request = entry["request"]
+        before = _table().get(_key(request))
+        if request["numbers"] != "tf32" or before is None:
+            continue
+        if before["tile"].get("numbers") != "ieee" or entry["tile"].get("numbers") == "ieee":
+            continue
+        for numbers in ("tf32x3", "ieee"):
+            own = {**request, "numbers": numbers}
+            if _key(own) not in _table():
+                found.append({**before, "request": own})
+    return found
 
 
 def as_text(entries: Iterable[dict[str, Any]]) -> str:
