@@ -91,7 +91,7 @@ def test_sizes_that_are_padded_are_exchanged_elsewhere() -> None:
 
 @pytest.fixture
 def _an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(persistent_scratch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(persistent_scratch, "unavailable", lambda: None)
     monkeypatch.setattr(persistent_scratch, "chip", lambda index: HOPPER)
 
 

@@ -11,8 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from ecornn.cli.app import app
-from ecornn.kernels.persistent import choose, device, tune
-from ecornn.kernels.persistent.choose import Request, measured, own_table, ranked, remember
+from ecornn.kernels.persistent import device, tables, tune
+from ecornn.kernels.persistent.choose import Request, measured, ranked
+from ecornn.kernels.persistent.tables import own_table, remember
 from ecornn.kernels.persistent.tune import entry
 from support.chips import HOPPER
 
@@ -50,7 +51,7 @@ def test_known_sizes_are_measured_again(
     """And remembered, in the place of what this machine knew of them."""
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(device, "unavailable", lambda: None)
-    choose._table.cache_clear()
+    tables.table.cache_clear()
     ask = Request("forward", "lstm", "bf16", 512, 4)
     known = measured(ask)
     assert known is not None
@@ -72,7 +73,7 @@ def test_known_sizes_are_measured_again(
         assert "forward lstm bf16 512 × 4: 0.750 µs a step, now 0.500" in result.output
         assert measured(ask) == quicker
     finally:
-        choose._table.cache_clear()
+        tables.table.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -84,7 +85,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 def test_what_is_remembered_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
-    choose._table.cache_clear()
+    tables.table.cache_clear()
     ask = Request("forward", "gru", "bf16", 320, 6)
     try:
         assert measured(ask) is None
@@ -97,4 +98,4 @@ def test_what_is_remembered_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
         # what the package brings stays
         assert measured(Request("forward", "lstm", "bf16", 512, 4)) is not None
     finally:
-        choose._table.cache_clear()
+        tables.table.cache_clear()

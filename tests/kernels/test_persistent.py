@@ -23,17 +23,16 @@ from ecornn.kernels.persistent import device
 from ecornn.kernels.persistent.arguments import BackwardArguments, ForwardArguments
 from ecornn.kernels.persistent.choose import (
     Request,
-    _table,
     candidates,
     measured,
     ranked,
     registers,
-    remember,
 )
 from ecornn.kernels.persistent.floor import FloorArguments
 from ecornn.kernels.persistent.gradients import MOST_UNITS, SPLIT, GradientArguments, is_small
 from ecornn.kernels.persistent.model import WITHOUT_WAITS, describe, estimate, explain, terms
 from ecornn.kernels.persistent.shares import ShareArguments
+from ecornn.kernels.persistent.tables import remember, table
 from ecornn.kernels.persistent.tile import CELLS, TILE_ROWS, Geometry
 from ecornn.kernels.persistent.transposed import TransposeArguments
 from ecornn.kernels.persistent.tune import entry
@@ -156,7 +155,7 @@ def test_what_was_measured_is_taken_for_both_half_precisions() -> None:
 
 
 def test_what_was_measured_is_for_its_request() -> None:
-    for known_entry in _table().values():
+    for known_entry in table().values():
         ask = known_entry["request"]
         half = ask["numbers"] == "half"
         known = measured(Request(**{**ask, "numbers": "fp16" if half else ask["numbers"]}))
@@ -202,7 +201,7 @@ def test_a_table_of_other_sizes_is_not_followed(
         assert measured(ask) != known
         assert measured(ask) not in ranked(ask, HOPPER)
     finally:
-        _table.cache_clear()
+        table.cache_clear()
 
 
 def test_what_cannot_fit_has_no_candidates() -> None:
@@ -318,6 +317,7 @@ def test_the_failure_flag_is_the_host_s_whatever_torch_s_default_device(
 
     made = torch.zeros
     with torch.device("meta"), FakeTensorMode():
+        torch.ones(1)  # torch remembers then which functions make tensors: the true ones
         monkeypatch.setattr(torch, "zeros", zeros)  # no memory can be pinned without a GPU
         flag = device.FailureFlag()
     assert flag.address == flag.tensor.data_ptr() != 0

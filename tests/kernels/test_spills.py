@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ecornn.kernels.persistent import tune
-from ecornn.kernels.persistent.choose import Request, _table, measured, ranked, registers
+from ecornn.kernels.persistent.choose import Request, measured, ranked, registers
+from ecornn.kernels.persistent.tables import table
 from ecornn.kernels.persistent.tile import Tile
 from support.chips import CHIPS, HOPPER, KERNELS, needs_compiler
 from support.compilations import said_of
@@ -25,7 +26,7 @@ def _tuned(entry: dict[str, Any]) -> Tile:
 
 #: Sizes that were measured apart share tiles: each is compiled once.
 TUNED_TILES = {
-    _tuned(entry): "-".join(map(str, entry["request"].values())) for entry in _table().values()
+    _tuned(entry): "-".join(map(str, entry["request"].values())) for entry in table().values()
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ecornn.kernels.jit import Variant
 from ecornn.kernels.jit.resources import Resources
-from ecornn.kernels.persistent import choose, tune
+from ecornn.kernels.persistent import choose, tables, tune
 from ecornn.kernels.persistent.choose import Request, known_requests, measured, ranked
 from ecornn.kernels.persistent.model import estimate, explain, terms
 from ecornn.kernels.persistent.tile import CELLS, POLLING, Geometry, Tile
@@ -117,10 +117,10 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"staged_bytes": 0, "register_chunks": 0}
     entries = {
         key: {**entry, "tile": {**entry["tile"], **changes, "marks_ahead": 2}}
-        for key, entry in choose._table().items()
+        for key, entry in tables.table().items()
         if "numbers" not in entry["tile"]
     }
-    monkeypatch.setattr(choose, "_table", lambda: entries)
+    monkeypatch.setattr(choose, "table", lambda: entries)
 
 
 @pytest.mark.usefixtures("unchanged")
@@ -284,7 +284,7 @@ def test_a_tile_of_another_version_s_kernels_is_not_taken_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
-    choose._table.cache_clear()
+    tables.table.cache_clear()
     try:
         ask, other = (Request("forward", "lstm", "bf16", hidden, 4) for hidden in (256, 300))
         twice = Request("backward", "gru", "tf32", 304, 2, directions=2)
@@ -293,7 +293,7 @@ def test_a_tile_of_another_version_s_kernels_is_not_taken_and_that_is_said(
         older = [tune.entry(ask, known, 0.1), tune.entry(twice, ranked(twice, HOPPER)[0], 0.3)]
         for each in older:
             each["tile"]["fetched"] = 2
-        path = choose.remember([*older, tune.entry(other, found, 0.2)])
+        path = tables.remember([*older, tune.entry(other, found, 0.2)])
         with pytest.warns(UserWarning, match="another version's kernels") as told:
             assert measured(ask) == known, "the package's own"
         commands = (
@@ -308,19 +308,19 @@ def test_a_tile_of_another_version_s_kernels_is_not_taken_and_that_is_said(
         assert measured(other) == found
         assert choose.step_microseconds(found, other) == 0.2
         # once they are measured, nothing is left to say
-        choose.remember([tune.entry(one, ranked(one, HOPPER)[0], 0.4) for one in (ask, twice)])
+        tables.remember([tune.entry(one, ranked(one, HOPPER)[0], 0.4) for one in (ask, twice)])
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert measured(twice) == ranked(twice, HOPPER)[0]
     finally:
-        choose._table.cache_clear()
+        tables.table.cache_clear()
 
 
 def test_a_tile_of_other_numbers_is_remembered_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
-    choose._table.cache_clear()
+    tables.table.cache_clear()
     try:
         ask = Request("forward", "lstm", "tf32", 256, 16)
         own, other = measured(ask), ranked(replace(ask, numbers="ieee"), HOPPER)[0]
@@ -329,7 +329,7 @@ def test_a_tile_of_other_numbers_is_remembered_as_such(
         assert "numbers" not in tune.entry(ask, own, 0.5)["tile"]
         more_precise = [replace(ask, numbers=numbers) for numbers in ("tf32x3", "ieee")]
         assert [measured(each) for each in more_precise] == [None, None], "that was not measured"
-        choose.remember([tune.entry(ask, other, 0.25)])
+        tables.remember([tune.entry(ask, other, 0.25)])
         assert measured(ask) == other
         assert ranked(ask, HOPPER)[0] == other
         assert "forward lstm ieee" in explain(other, 256)
@@ -342,13 +342,13 @@ def test_a_tile_of_other_numbers_is_remembered_as_such(
         assert choose.step_microseconds(own, ask) == max(0.25, estimate(own, 256))
         # what takes its place and is no more precise than was asked for is not taken for them
         scaled = ranked(replace(ask, numbers="scaled"), HOPPER)[0]
-        choose.remember([tune.entry(ask, scaled, 0.125)])
+        tables.remember([tune.entry(ask, scaled, 0.125)])
         assert measured(ask) == scaled
         assert "forward lstm scaled" in explain(scaled, 256)
         assert [measured(each) for each in more_precise] == [other, other]
         assert [choose.step_microseconds(other, each) for each in more_precise] == [0.25, 0.25]
-        choose.remember([tune.entry(ask, own, 0.0625)])
+        tables.remember([tune.entry(ask, own, 0.0625)])
         assert measured(ask) == own
         assert [measured(each) for each in more_precise] == [other, other]
     finally:
-        choose._table.cache_clear()
+        tables.table.cache_clear()

@@ -3,14 +3,12 @@ memory: the buffers of `persistent_forward` and `persistent_backward`, by their 
 
 from __future__ import annotations
 
-from torch import cuda
-
 from ecornn.backends.persistent_backward import recomputed_in
 from ecornn.backends.persistent_calls import beside_output, half_of, padded
 from ecornn.backends.persistent_forward import forward_pieces
 from ecornn.backends.protocol import LayerCall, Scratch
 from ecornn.kernels.persistent.choose import Request, candidates, measured, serves
-from ecornn.kernels.persistent.device import chip, numbers_of
+from ecornn.kernels.persistent.device import chip, numbers_of, unavailable
 from ecornn.kernels.persistent.tile import Tile
 from ecornn.spec import GATES
 
@@ -46,7 +44,7 @@ def _tile(call: LayerCall) -> Tile | None:
     """Of a forward pass, if it was measured: what was not exchanges what the output is of. Found as
     the launches are, but that the driver is not asked."""
     batch, numbers = call.input_TBI.shape[1], numbers_of(call.input_TBI.dtype)
-    if numbers is None or type(batch) is not int or not batch or not cuda.is_available():
+    if numbers is None or type(batch) is not int or not batch or unavailable():
         return None
     size, here = batch, chip(call.input_TBI.device.index or 0)
     while True:

@@ -42,7 +42,8 @@ def tune(
     from rich.progress import Progress
 
     from ecornn.kernels.persistent import device, tune
-    from ecornn.kernels.persistent.choose import Request, remember
+    from ecornn.kernels.persistent.choose import Request
+    from ecornn.kernels.persistent.tables import remember
 
     problem = device.unavailable()
     if again and (hidden or batch):
@@ -76,7 +77,8 @@ def _tune_again(console: Console, numbers: str) -> None:
     from rich.progress import Progress
 
     from ecornn.kernels.persistent import tune
-    from ecornn.kernels.persistent.choose import known_requests, remember
+    from ecornn.kernels.persistent.choose import known_requests
+    from ecornn.kernels.persistent.tables import remember
 
     entries = []
     try:

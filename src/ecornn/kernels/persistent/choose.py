@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from ecornn.kernels.persistent.model import estimate
+from ecornn.kernels.persistent.tables import HALF, key_of, table
 from ecornn.kernels.persistent.tile import (
     CHUNK_BYTES,
     TILE_ROWS,
@@ -23,7 +18,6 @@ from ecornn.kernels.persistent.tile import (
     exchanged_bytes,
     round_up,
 )
-from ecornn.settings import settings
 from ecornn.spec import GATES
 
 
@@ -88,14 +82,6 @@ MANY_MARKS = 16 * 1024
 #: much at least.
 STAGED_BYTES = (0, 64 * 1024)
 
-#: Numbers that cost the same: what is measured for one of them holds for the other.
-HALF = ("bf16", "fp16", "half")
-
-_TILE_NAMES = frozenset(field.name for field in fields(Tile))
-
-#: Tiles that were the fastest of many on an H200, one for each request that was measured.
-TUNED = Path(__file__).with_name("tuned.json")
-
 
 def ranked(ask: Request, chip: Chip) -> list[Geometry]:
     """Every way to serve a request, best first; empty where nothing fits."""
@@ -152,9 +138,9 @@ def measured(ask: Request) -> Geometry | None:
 def _entry(ask: Request) -> dict[str, Any] | None:
     """Of more precise numbers, where these were not measured, the one for TF32 if the ordinary
     units were the fastest there: what is quicker than TF32 is quicker than three products of it."""
-    found = _table().get(_key(asdict(ask)))
+    found = table().get(key_of(asdict(ask)))
     if found is None and ask.numbers in ("tf32x3", "ieee"):
-        found = _table().get(_key(asdict(replace(ask, numbers="tf32"))))
+        found = table().get(key_of(asdict(replace(ask, numbers="tf32"))))
         if found is not None and found["tile"].get("numbers") != "ieee":
             return None
     return found
@@ -163,89 +149,13 @@ def _entry(ask: Request) -> dict[str, Any] | None:
 def known_requests(numbers: str = "") -> list[Request]:
     """What the tables have an entry for, or those in some numbers; of half precisions, which they
     do not tell apart, in bfloat16."""
-    asks = (entry["request"] for entry in _table().values())
+    asks = (entry["request"] for entry in table().values())
     found = [
         Request(**{**ask, "numbers": "bf16" if ask["numbers"] in HALF else ask["numbers"]})
         for ask in asks
     ]
     wanted = "bf16" if numbers in HALF else numbers
     return [ask for ask in found if wanted in ("", ask.numbers)]
-
-
-def _key(ask: dict[str, Any]) -> tuple[Any, ...]:
-    # lengths or resets change nothing that a tile depends on
-    numbers = "half" if ask["numbers"] in HALF else ask["numbers"]
-    return (*(ask[name] for name in ("kernel", "cell", "hidden", "batch", "directions")), numbers)
-
-
-@cache
-def _table() -> dict[tuple[Any, ...], dict[str, Any]]:
-    """What was measured for the package, and on top of it what was measured on this machine, but
-    for tiles that kernels of another version had."""
-    own = read_entries(own_table())
-    older = [entry for entry in own if not entry["tile"].keys() <= _TILE_NAMES]
-    if older:
-        again = dict.fromkeys(_command(entry["request"]) for entry in older)
-        warnings.warn(
-            f"tiles in {own_table()} are of another version's kernels and are not used; measure "
-            f"these sizes anew: {'; '.join(again)}",
-            stacklevel=2,
-        )
-    used = (entry for entry in own if entry not in older)
-    return {_key(entry["request"]): entry for entry in [*read_entries(TUNED), *used]}
-
-
-def _command(ask: dict[str, Any]) -> str:
-    """What measures a size, forwards and backwards."""
-    size = f"--hidden {ask['hidden']} --batch {ask['batch']}"
-    both = " --bidirectional" if ask["directions"] == 2 else ""
-    return f"ecornn tune {size} --cell {ask['cell']} --numbers {ask['numbers']}{both}"
-
-
-def own_table() -> Path:
-    return settings().cache / "tuned.json"
-
-
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return found
-
-
-def remember(entries: list[dict[str, Any]]) -> Path:
-    """Add entries to this machine's own table, in place of older ones for the same requests."""
-    path = own_table()
-    entries = [*_of_more_precise(entries), *entries]
-    kept = {_key(e["request"]): e for e in [*read_entries(path), *entries]}
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
-    with os.fdopen(handle, "w") as file:
-        file.write(as_text(kept.values()))
-    Path(name).replace(path)
-    _table.cache_clear()
-    return path
-
-
-def _of_more_precise(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What an entry for TF32 was for more precise numbers (`_entry`), where another one comes in
-    its place that is not: for these it stays what was measured the fastest."""
-    found = []
-    for entry in entries:
-        request = entry["request"]
-        before = _table().get(_key(request))
-        if request["numbers"] != "tf32" or before is None:
-            continue
-        if before["tile"].get("numbers") != "ieee" or entry["tile"].get("numbers") == "ieee":
-            continue
-        for numbers in ("tf32x3", "ieee"):
-            own = {**request, "numbers": numbers}
-            if _key(own) not in _table():
-                found.append({**before, "request": own})
-    return found
-
-
-def as_text(entries: Iterable[dict[str, Any]]) -> str:
-    """A table's form: one entry a line, so that a change is seen."""
-    return "[\n" + ",\n".join(json.dumps(e) for e in entries) + "\n]\n"
 
 
 def registers(tile: Tile) -> int:
