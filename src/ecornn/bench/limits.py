@@ -61,7 +61,8 @@ LIMITS = (
         "float32: 33 MiB in 6.3 µs by the timeline, which is what L2 gives. Tried: the batch split "
         "over more groups, weights in shared memory read once for several tiles of sequences "
         "(decision 0023), clusters that share what they read, rounding once and twice the vectors "
-        "under way (decision 0034); from a graph the target is met",
+        "under way (decision 0034); from a graph the target is met. States may be exchanged as "
+        "float16 with TF32's bits, half as many bytes (decision 0040): yet to be measured",
         {"hidden": (1024,), "batch": (64,), "dtype": ("fp32",)},
     ),
     Limit(
@@ -73,9 +74,8 @@ LIMITS = (
         "a weight's gradient once a piece. Buffers up to 32 MiB are not cut for that reason: five "
         "pieces backwards and two forwards would hold 8.6, and take five more launches, each of "
         "which reads the weights anew: by the model (`launch_estimate`) 0.31 ms of a step of 1.7 "
-        "that takes too long beside keep=gates as it is. Since this was measured the gates are "
-        "given back before the gradients are made: 10 by arithmetic, of which 8 are the gates and "
-        "their gradients while the kernel runs",
+        "that takes too long beside keep=gates as it is. Of the 10, 8 are the gates and their "
+        "gradients while the kernel runs; the gates are given back before other gradients are made",
         {"batch": (16,)},
     ),
     Limit(
