@@ -14,6 +14,7 @@ from ecornn.backends import (
     persistent_backward,
     persistent_calls,
     persistent_forward,
+    persistent_products,
     persistent_scratch,
 )
 from ecornn.backends.persistent_scratch import scratch_of
@@ -26,6 +27,7 @@ from ecornn.ops.recurrence import read_call, recurrence, recurrence_backward
 from ecornn.ops.scratch import scratch_bytes
 from ecornn.spec import GATES, weight_layout
 from support.chips import HOPPER
+from support.machine import transpose_all
 
 STEPS, BATCH, INPUTS = 120, 16, 24
 
@@ -78,6 +80,31 @@ def test_what_is_taken_is_what_is_said(cell: str, keep: str, directions: int) ->
     of_gradients = sum(one.nbytes for one in gradients if one is not None)
     found, said_beside = peak - of_gradients, said.beside(of_gradients)
     assert found == pytest.approx(said_beside, rel=0.05, abs=40_000)
+
+
+@pytest.mark.usefixtures("_without_launches")
+@pytest.mark.parametrize("inputs", [24, 200])
+@pytest.mark.parametrize("keep", ["states", "gates"])
+def test_factors_that_are_stored_by_columns_are_counted(
+    keep: str, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In five pieces, and in one."""
+    monkeypatch.setattr(f"{__name__}.INPUTS", inputs)
+    call = read_call(*arguments("lstm", keep, 1, 64, "persistent"))
+    without = scratch_of(call)
+    transpose_all(monkeypatch)
+    monkeypatch.setattr(persistent_products, "transpose_launcher", lambda _: lambda *_: None)
+    said = scratch_of(call)
+    assert said.backward > without.backward
+    result = persistent_forward.forward(call)
+    grads = ResultGrads(torch.randn_like(result.output_TBO), None, None, None)
+    made: list[Any] = []
+    given = (call, result, grads, BackwardRequest())
+    peak = allocated_peak(lambda: made.append(persistent_backward.backward(*given)))
+    gradients = [made[0].input_TBI, made[0].h0_DBR, made[0].c0_DBH, *made[0].weights]
+    of_gradients = sum(one.nbytes for one in gradients if one is not None)
+    found, said_beside = peak - of_gradients, said.beside(of_gradients)
+    assert found == pytest.approx(said_beside, rel=0.1, abs=40_000)
 
 
 def test_sizes_that_are_padded_are_exchanged_elsewhere() -> None:

@@ -32,10 +32,16 @@ def right_factor(parts: Sequence[Tensor], outer: int) -> Tensor:
     """The rows of all parts, one after another, for a product that sums over them and whose result
     has `outer` rows. Under the precision that the product will have."""
     first, rows = parts[0], sum([part.shape[0] for part in parts])
-    work = 2.0 * rows * first.shape[1] * outer
-    if work < LEAST_WORK or first.dtype != torch.float32 or not _gains(first.device):
-        return first if len(parts) == 1 else torch.cat(list(parts))
-    return _by_columns(parts, rows)
+    if is_copied(first, rows, first.shape[1], outer):
+        return _by_columns(parts, rows)
+    return first if len(parts) == 1 else torch.cat(list(parts))
+
+
+def is_copied(like: Tensor, rows: int, columns: int, outer: int) -> bool:
+    """Whether such a factor is stored column by column."""
+    if 2.0 * rows * columns * outer < LEAST_WORK or like.dtype != torch.float32:
+        return False
+    return _gains(like.device)
 
 
 def weights_as_factor(w_ih: Tensor, rows: int) -> Tensor:

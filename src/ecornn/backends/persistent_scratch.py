@@ -4,8 +4,9 @@ memory: the buffers of `persistent_forward` and `persistent_backward`, by their 
 from __future__ import annotations
 
 from ecornn.backends.persistent_backward import recomputed_in
-from ecornn.backends.persistent_calls import beside_output, half_of, padded
+from ecornn.backends.persistent_calls import Matched, beside_output, half_of, padded
 from ecornn.backends.persistent_forward import forward_pieces
+from ecornn.backends.persistent_products import is_copied
 from ecornn.backends.protocol import LayerCall, Scratch
 from ecornn.kernels.persistent.choose import Request, candidates, measured, serves
 from ecornn.kernels.persistent.device import chip, numbers_of, unavailable
@@ -79,10 +80,19 @@ def _backward(call: LayerCall) -> tuple[int, int]:
     before = values + gates * again + exchanged
     if several:
         values = before
+    values += _copied(call, rows)
     if several and call.cell == "gru":
         values += rows * 3 * hidden  # a product that is copied into the gates
     sums = sum(w.w_ih.numel() + w.w_hh.numel() for w in call.weights) if several else 0
     return values * size + sums * (4 - size), before * size
+
+
+def _copied(call: LayerCall, rows: int) -> int:
+    """The larger factor of a weight's gradient, where it is stored column by column."""
+    x, hidden = call.input_TBI, call.h0_DBR.shape[-1]
+    sizes, outer = (x.shape[2], hidden), GATES[call.cell] * hidden
+    with Matched(x.dtype)():
+        return rows * max((n for n in sizes if is_copied(x, rows, n, outer)), default=0)
 
 
 def _sizes(call: LayerCall) -> tuple[int, int, int, int]:

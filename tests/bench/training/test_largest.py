@@ -146,6 +146,7 @@ def test_whoever_has_no_time_takes_what_fits() -> None:
     model = Model(fixed=0, sample=10.0, limit=16_000)
     found = largest(model, 3_000, model.limit, 20, go_on=lambda: False)
     assert found is not None
+    assert found.stopped
     assert model.fits(found.batch)
     assert not any(model.fits(batch) for batch in model.tried[:-1]), "it goes on until one fits"
 

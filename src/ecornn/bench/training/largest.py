@@ -41,11 +41,13 @@ NOTHING = Known()
 
 @dataclass(frozen=True)
 class Found:
-    """`refused` is the smallest batch seen not to fit; None if none was tried."""
+    """`refused` is the smallest batch seen not to fit; None if none was tried. `stopped`: larger
+    ones may fit that nobody wanted to try."""
 
     batch: int
     refused: int | None
     tries: int
+    stopped: bool = False
 
 
 def largest(
@@ -67,6 +69,7 @@ def largest(
     fitting: list[int] = []
     refused: list[int] = []
     batch: int | None = start
+    stopped = False
     for left in reversed(range(tries)):
         if peaks or refused:
             batch = _following(peaks, refused, limit, grain, known.fixed)
@@ -81,11 +84,15 @@ def largest(
             continue
         fitting.append(batch)
         peaks[batch] = peak
-        if peak > enough * limit or not go_on():
+        if peak > enough * limit:
+            break
+        if not go_on():
+            stopped = True
             break
     if not fitting:
         return None
-    return Found(max(fitting), min(refused, default=None), len(fitting) + len(refused))
+    tried = len(fitting) + len(refused)
+    return Found(max(fitting), min(refused, default=None), tried, stopped)
 
 
 def _following(

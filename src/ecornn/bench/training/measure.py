@@ -277,6 +277,7 @@ class Measurement:
             raise NotMeasurable(f"no batch was found that fits {case.memory_gib:g} GiB")
         self.metrics |= {"largest_batch": found.batch, "tries": found.tries}
         self.metrics |= {} if found.refused is None else {"refused_batch": found.refused}
+        self.metrics |= {"search_stopped": 1} if found.stopped else {}
         self.metrics["search_s"] = time.perf_counter() - began
         if self.step is None or self.step.samples != found.batch:  # another was tried last
             self._attempt(found.batch)

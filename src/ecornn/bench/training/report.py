@@ -95,6 +95,12 @@ def _number(metric: str, form: str, unit: float = 1.0) -> Callable[[Row, Rows], 
     return cell
 
 
+def _batch(row: Row, _: Rows) -> str:
+    value = row.number("largest_batch")
+    at_least = "≥ " if row.number("search_stopped") else ""
+    return figure(value, at_least + "{:,.0f}")
+
+
 def _foretold(row: Row, _: Rows) -> str:
     predicted, measured = row.number("predicted_peak_bytes"), row.number("peak_bytes")
     if predicted is None or measured is None:
@@ -114,7 +120,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("error", _number("error", "{:.1e}")),
     ),
     "batch": (
-        ("batch", _number("largest_batch", "{:,.0f}")),
+        ("batch", _batch),
         ("÷ eager", _times_eager("largest_batch", inverse=True)),
         ("did not fit", _number("refused_batch", "{:,.0f}")),
         ("samples/s", _number("samples_per_s", "{:,.0f}")),
