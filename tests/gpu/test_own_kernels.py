@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ecornn
 from ecornn.bench.calls import capture
+from ecornn.echo import scarce
 
 WIDTH, STEPS, BATCH, CLASSES = 256, 64, 24, 12
 #: So many that their scores are four chunks of the operator that makes some rows of them at once,
@@ -196,7 +197,7 @@ def test_a_batch_too_large_for_one_launch_runs_in_two() -> None:
     exact = copy.deepcopy(layer).double()
     found, expected = layer(x)[0], exact(x.double())[0]
     assert (found.double() - expected).norm() <= 2e-3 * expected.norm()
-    assert "in two launches" in str(layer.explain(x))
+    assert "in 2 launches" in str(layer.explain(x))
     arriving = torch.randn_like(found)
     found.backward(arriving)
     expected.backward(arriving.double())
@@ -204,3 +205,67 @@ def test_a_batch_too_large_for_one_launch_runs_in_two() -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         assert (mine.grad.double() - theirs.grad).norm() <= 2e-3 * theirs.grad.norm()
+
+
+def test_any_batch_runs_on_our_kernels_where_torch_s_are_no_choice() -> None:
+    layer = ecornn.LSTM(1024, 1024, keep="states", device="cuda")
+    torch.backends.cudnn.allow_tf32 = True
+    x = torch.randn(12, 300, 1024, device="cuda")
+    told = layer.explain(x)
+    assert told.backend == "persistent"
+    assert "launches, one after the other" in str(told)
+    exact = copy.deepcopy(layer).double()
+    found, expected = layer(x)[0], exact(x.double())[0]
+    assert (found.double() - expected).norm() <= 2e-3 * expected.norm()
+    arriving = torch.randn_like(found)
+    found.backward(arriving)
+    expected.backward(arriving.double())
+    for mine, theirs in zip(layer.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert (mine.grad.double() - theirs.grad).norm() <= 2e-3 * theirs.grad.norm()
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(800, 800, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0].square().mean()
+
+
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_a_large_batch_runs_on_our_kernels_where_it_would_not_fit(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's layer keeps six values a unit, step and sequence: 630 MB."""
+    torch.backends.cudnn.allow_tf32 = True
+    torch.manual_seed(7)
+    with torch.device("cuda"):
+        model, x = Large(), torch.randn(64, 256, 800)
+    exact = copy.deepcopy(model).double()
+    expected = step(exact, exact, x.double())
+    monkeypatch.setattr(scarce, "room_on", lambda _: 400 << 20)
+    run = ecornn.compile(model, memory=memory)
+    found = step(run, model, x)
+    assert type(model.layer) is ecornn.GRU
+    assert "in more launches than are as quick as torch's" in " ".join(str(run.explain()).split())
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.double() - theirs).norm() <= 2e-3 * theirs.norm()
+
+
+def test_the_room_on_a_gpu_is_what_the_process_may_have() -> None:
+    torch.cuda.empty_cache()
+    device = torch.device("cuda", 0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    room = scarce.room_on(device)
+    assert room is not None
+    assert 0 < room <= total - torch.cuda.memory_allocated()
+    torch.cuda.set_per_process_memory_fraction((2 << 30) / total)
+    try:
+        taken = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+        left = scarce.room_on(device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert left == pytest.approx((1 << 30) - torch.cuda.memory_allocated() + taken.nbytes, abs=4096)

@@ -331,9 +331,12 @@ class TestPersistent:
         refusal = self.backend.refuse(spec)
         assert refusal is None if served else f"a batch of {batch}, do not fit" in str(refusal)
         monkeypatch.setattr(persistent, "explain", lambda found, hidden: "a geometry\n  its model")
-        halves = "" if batch == 40 else "in two launches, each of half the sequences: "
-        told = [halves + "a geometry", "  its model"]
-        assert self.backend.details(spec) == (told * 2 if served else [])
+        several = {40: "", 81: "in 4"}.get(batch, "in 2")
+        several += " launches, one after the other: " if several else ""
+        assert self.backend.details(spec) == [several + "a geometry", "  its model"] * 2
+        # by the definition otherwise
+        only_ours = replace(spec, keep="states")
+        assert self.backend.refuse(only_ours) is None
 
     def test_halves_do_not_serve_where_the_whole_s_kernel_cannot_be_made(
         self, monkeypatch: pytest.MonkeyPatch

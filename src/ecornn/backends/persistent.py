@@ -69,21 +69,19 @@ class Persistent:
         return refusal
 
     def _does_not_fit(self, spec: RnnSpec) -> str | None:
-        one_sequence = spec.batch == 0 or spec.backend != "auto"
-        batch = 1 if one_sequence else spec.batch
-        found = self._geometries(spec, batch)
-        if isinstance(found, str):
-            return found
+        batch = size = spec.batch or 1
+        found = whole = self._geometries(spec, batch)
         # Two launches of half the sequences each, one after the other, are still the quicker way:
         # with the 80 that the two layers of 1024 units of the benchmarks' language model have, its
-        # step took 18.9 ms with them on an H200 and 20.9 with cuDNN's.
-        if None in found and batch > 1:
-            halves = self._geometries(spec, half_of(batch))
-            if isinstance(halves, str) or None not in halves:
-                return halves if isinstance(halves, str) else None
-        if None not in found:
-            return None
-        device, request = torch.cuda.current_device(), _requests(spec, batch)[len(found) - 1]
+        # step took 18.9 ms with them on an H200 and 20.9 with cuDNN's. Where cuDNN's are no choice
+        # there are as many launches as it takes.
+        smallest = half_of(batch) if _torch_could(spec) else 1
+        while not isinstance(found, str) and None in found and size > smallest:
+            size = half_of(size)
+            found = self._geometries(spec, size)
+        if isinstance(found, str) or None not in found:
+            return found if isinstance(found, str) else None
+        device, request = torch.cuda.current_device(), _requests(spec, batch)[len(whole) - 1]
         if (waiting := too_few_at_once(request, device)) is not None:
             return f"{waiting} ({request.kernel} pass of {spec.hidden} units, batch of {batch})"
         return (
@@ -124,15 +122,15 @@ class Persistent:
         device, batch = torch.cuda.current_device(), spec.batch or 1
         told = []
         for request in _requests(spec, batch):
-            found, halves = geometry(request, device), ""
-            if found is None and batch > 1:
-                request = replace(request, batch=half_of(batch))
-                found = geometry(request, device)
-                halves = "in two launches, each of half the sequences: "
-            if found is not None:
-                first, *model = explain(found, spec.hidden).splitlines()
-                told += [halves + first, *model]
-                told += [_as_measured(request, found)] if found == measured(request) else []
+            while (found := geometry(request, device)) is None and request.batch > 1:
+                request = replace(request, batch=half_of(request.batch))
+            if found is None:
+                continue
+            launches = -(-batch // request.batch)
+            several = "" if launches == 1 else f"in {launches} launches, one after the other: "
+            first, *model = explain(found, spec.hidden).splitlines()
+            told += [several + first, *model]
+            told += [_as_measured(request, found)] if found == measured(request) else []
         return told
 
     def forward(self, call: LayerCall) -> LayerResult:

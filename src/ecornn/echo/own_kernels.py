@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ecornn.backends.registry import by_name
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.parts import FEWEST_CALLS
 from ecornn.ops.conversion import become_ours, can_become_ours
@@ -22,6 +24,8 @@ class OwnKernels:
     def __init__(self) -> None:
         #: By path of a layer that was called: why torch runs it; None if our kernels do.
         self.refused: dict[str, str | None] = {}
+        #: Of these, by whether our kernels would serve all calls in any number of launches.
+        self._in_launches: dict[str, bool] = {}
 
     @property
     def served(self) -> list[str]:
@@ -40,11 +44,25 @@ class OwnKernels:
             if times >= FEWEST_CALLS:
                 self.refused[path] = f"it is called {times} times in one forward pass"
 
+    @property
+    def could_serve_all(self) -> bool:
+        """If memory counts more than time, and only then: one is refused as it is, and all that are
+        would be served in more launches than are as quick as torch's."""
+        refused = self.refused.keys() - set(self.served)
+        return bool(refused) and all(self._in_launches.get(path, False) for path in refused)
+
+    def serve_all(self) -> None:
+        self.refused = dict.fromkeys(self.refused)
+
     def told(self) -> list[str]:
         found = []
         if self.served:
-            names = ", ".join(path or "(the model)" for path in self.served)
-            found.append(f"recurrent layers of torch.nn that run on kernels of ecornn: {names}")
+            found.append(
+                f"recurrent layers of torch.nn that run on kernels of ecornn: {_names(self.served)}"
+            )
+        if slower := [path for path in self.served if self._in_launches.get(path)]:
+            why = "in more launches than are as quick as torch's, since that holds less"
+            found.append(f"of these, {why}: {_names(slower)}")
         others = ((path, why) for path, why in self.refused.items() if why is not None)
         return [
             *found,
@@ -71,8 +89,15 @@ class OwnKernels:
             if why is not None and layer.training and layer.dropout > 0:
                 raise NotUnderstood(f"{path} draws inside cuDNN, even without numbers")
             self.refused[path] = self.refused.get(path) or why
+            if why is not None:
+                able = self._in_launches.get(path, True)
+                self._in_launches[path] = able and in_launches(layer, args, kwargs)
 
         return note
+
+
+def _names(paths: list[str]) -> str:
+    return ", ".join(path or "(the model)" for path in paths)
 
 
 def refusal(layer: Any, args: Any, kwargs: Any) -> str | None:
@@ -81,6 +106,13 @@ def refusal(layer: Any, args: Any, kwargs: Any) -> str | None:
         plan = layer.explain(*args, **kwargs)
     reasons = (why.reason for why in plan.rejections if why.backend == KERNELS)
     return None if plan.backend == KERNELS else next(reasons, f"{plan.backend} runs it")
+
+
+def in_launches(layer: Any, args: Any, kwargs: Any) -> bool:
+    """Whether our kernels would serve the call one sequence after the other, if need be."""
+    with torch.enable_grad():
+        spec = layer.explain(*args, **kwargs).spec
+    return by_name(KERNELS).refuse(replace(spec, batch=0)) is None
 
 
 def run_on_own_kernels(model: nn.Module, paths: list[str]) -> None:
