@@ -90,12 +90,6 @@ REPLACED: dict[str, list[tuple[str, str, str]]] = {
             '"memory");',
             "copy_on_cpu(to, source, COPIED * sizeof(Element), COPIED * sizeof(Element));",
         )
-    ]
-    * 2,
-    "passing.cuh": [
-        ('asm("createpolicy', ";\n", "policy = 0;\n"),
-        ('asm volatile("st.global.L2::cache_hint.u16', '"memory");', "*address = value;"),
-        ('asm volatile("st.global.L2::cache_hint.u32', '"memory");', "*address = value;"),
     ],
     "product.cuh": [('asm volatile("fence.mbarrier_init', '"memory");', "")],
     "transposed.cu": [

@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (kept.there)
 #pragma unroll
       for (int gate = 0; gate < PRE; ++gate)
-        store_passing(kept.at(s, unit) + gate * hidden, from_float(shown.pre[gate]));
+        kept.at(s, unit)[gate * hidden] = from_float(shown.pre[gate]);
   };
   Shown before[ITEMS];  // where TRAILING
   auto move_on = [&] {

@@ -5,7 +5,6 @@
 // every step, so that all it does is to move on. Loads into registers would not do: of those under
 // way a thread can only wait for all, and each lane would reckon PARTS addresses at every step.
 #pragma once
-#include "passing.cuh"
 #include "product.cuh"
 #include "sequence.cuh"
 
@@ -78,13 +77,7 @@ struct Stream {
 
  private:
   __device__ __forceinline__ void copy_one(Element* to, const Element* source, int i, int r) const {
-    if (by_vectors && PASSING) {
-      asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(
-                       shared_address(to)),
-                   "l"(source), "n"(COPIED * int(sizeof(Element))), "l"(first_to_go())
-                   : "memory");
-      return;
-    }
+    // No cache hint: NVRTC 13.0 gets the instruction wrong that has one (decision 0041).
     if (by_vectors) {
       asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)),
                    "l"(source), "n"(COPIED * int(sizeof(Element)))
