@@ -331,7 +331,7 @@ class TestPersistent:
         refusal = self.backend.refuse(spec)
         assert refusal is None if served else f"a batch of {batch}, do not fit" in str(refusal)
         monkeypatch.setattr(persistent, "explain", lambda found, hidden: "a geometry\n  its model")
-        several = {40: "", 81: "in 4"}.get(batch, "in 2")
+        several = {40: "", 81: "in 3"}.get(batch, "in 2")
         several += " launches, one after the other: " if several else ""
         assert self.backend.details(spec) == [several + "a geometry", "  its model"] * 2
         # by the definition otherwise

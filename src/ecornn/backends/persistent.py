@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
 from ecornn.backends.persistent_backward import backward
-from ecornn.backends.persistent_calls import half_of, matching_products
+from ecornn.backends.persistent_calls import matching_products, sizes_at_once
 from ecornn.backends.persistent_forward import forward
 from ecornn.backends.persistent_scratch import scratch_of
 from ecornn.backends.protocol import (
@@ -69,19 +70,19 @@ class Persistent:
         return refusal
 
     def _does_not_fit(self, spec: RnnSpec) -> str | None:
-        batch = size = spec.batch or 1
-        found = whole = self._geometries(spec, batch)
+        batch = spec.batch or 1
         # Two launches of half the sequences each, one after the other, are still the quicker way:
         # with the 80 that the two layers of 1024 units of the benchmarks' language model have, its
         # step took 18.9 ms with them on an H200 and 20.9 with cuDNN's. Where cuDNN's are no choice
         # there are as many launches as it takes.
-        smallest = half_of(batch) if _torch_could(spec) else 1
-        while not isinstance(found, str) and None in found and size > smallest:
-            size = half_of(size)
+        most = 2 if _torch_could(spec) else None
+        pass_too_large = 0
+        for size in islice(sizes_at_once(batch), most):
             found = self._geometries(spec, size)
-        if isinstance(found, str) or None not in found:
-            return found if isinstance(found, str) else None
-        device, request = torch.cuda.current_device(), _requests(spec, batch)[len(whole) - 1]
+            if isinstance(found, str) or None not in found:
+                return found if isinstance(found, str) else None
+            pass_too_large = found.index(None) if size == batch else pass_too_large
+        device, request = torch.cuda.current_device(), _requests(spec, batch)[pass_too_large]
         if (waiting := too_few_at_once(request, device)) is not None:
             return f"{waiting} ({request.kernel} pass of {spec.hidden} units, batch of {batch})"
         return (
@@ -122,11 +123,13 @@ class Persistent:
         device, batch = torch.cuda.current_device(), spec.batch or 1
         told = []
         for request in _requests(spec, batch):
-            while (found := geometry(request, device)) is None and request.batch > 1:
-                request = replace(request, batch=half_of(request.batch))
-            if found is None:
+            for size in sizes_at_once(batch):
+                request = replace(request, batch=size)
+                if (found := geometry(request, device)) is not None:
+                    break
+            else:
                 continue
-            launches = -(-batch // request.batch)
+            launches = -(-batch // size)
             several = "" if launches == 1 else f"in {launches} launches, one after the other: "
             first, *model = explain(found, spec.hidden).splitlines()
             told += [several + first, *model]

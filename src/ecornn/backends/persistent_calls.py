@@ -118,8 +118,7 @@ def _find_launches(
             "persistent kernels do not count: split the batch, or make the layer with "
             "backend='aten'"
         )
-    size = batch
-    while True:
+    for size in sizes_at_once(batch):
         for together in range(directions, 0, -1):
             ask = Request(name, cell, numbers, hidden, size, together, features)
             found = geometry(ask, device)
@@ -129,18 +128,23 @@ def _find_launches(
                     for direction in range(0, directions, together)
                     for at in range(0, batch, size)
                 ]
-        if size == 1:
-            break
-        size = half_of(size)
     raise NoBackend(
         f"the weights of {hidden} units do not fit on GPU {device}; the plan was made for the "
         f"current one: call the layer under torch.cuda.device({device}), or with backend='aten'"
     )
 
 
-def half_of(batch: int) -> int:
-    """The larger one, so that there are two."""
-    return -(-batch // 2)
+def sizes_at_once(batch: int) -> Iterator[int]:
+    """Of a launch's sequences, the largest first: what may be tried where they do not all fit. In
+    1, 2, 3, 4, 6, 8, 12, … launches, so that what fits is found soon and no more than half as many
+    again are made as need be."""
+    launches, last = 1, 0
+    while last != 1:
+        size = max(1, -(-batch // launches))
+        if size != last:
+            yield size
+        last = size
+        launches += max(1, (1 << launches.bit_length()) // 4)
 
 
 def check_weights(call: LayerCall) -> None:

@@ -4,7 +4,7 @@ memory: the buffers of `persistent_forward` and `persistent_backward`, by their 
 from __future__ import annotations
 
 from ecornn.backends.persistent_backward import recomputed_in
-from ecornn.backends.persistent_calls import Matched, beside_output, half_of, padded
+from ecornn.backends.persistent_calls import Matched, beside_output, padded, sizes_at_once
 from ecornn.backends.persistent_forward import forward_pieces
 from ecornn.backends.persistent_products import is_copied
 from ecornn.backends.protocol import LayerCall, Scratch
@@ -47,8 +47,8 @@ def _tile(call: LayerCall) -> Tile | None:
     batch, numbers = call.input_TBI.shape[1], numbers_of(call.input_TBI.dtype)
     if numbers is None or type(batch) is not int or not batch or unavailable():
         return None
-    size, here = batch, chip(call.input_TBI.device.index or 0)
-    while True:
+    here = chip(call.input_TBI.device.index or 0)
+    for size in sizes_at_once(batch):
         for together in range(call.directions, 0, -1):
             sizes = (call.cell, numbers, call.h0_DBR.shape[-1], size, together)
             ask = Request("forward", *sizes)
@@ -57,9 +57,7 @@ def _tile(call: LayerCall) -> Tile | None:
                 return known.tile
             if next(candidates(ask, here), None) is not None:
                 return None
-        if size == 1:
-            return None
-        size = half_of(size)
+    return None
 
 
 def _backward(call: LayerCall) -> tuple[int, int]:
@@ -76,23 +74,29 @@ def _backward(call: LayerCall) -> tuple[int, int]:
     width = padded(hidden, call.input_TBI.dtype)
     exchanged = 0 if width == hidden else call.directions * rows * GATES[call.cell] * width
     # and the states that entered the first steps, with the initial one
-    values = gates + rows * hidden
-    before = values + gates * again + exchanged
+    entering = rows * hidden
+    before = gates + entering + gates * again + exchanged
+    of_input, of_state = _copied(call, rows)
     if several:
-        values = before
-    values += _copied(call, rows)
+        values = before + max(of_input, of_state)
+    else:  # these are there for the input's weights already where gates were made of them
+        values = gates + max(entering + of_state, entering * again + of_input)
     if several and call.cell == "gru":
         values += rows * 3 * hidden  # a product that is copied into the gates
     sums = sum(w.w_ih.numel() + w.w_hh.numel() for w in call.weights) if several else 0
     return values * size + sums * (4 - size), before * size
 
 
-def _copied(call: LayerCall, rows: int) -> int:
-    """The larger factor of a weight's gradient, where it is stored column by column."""
-    x, hidden = call.input_TBI, call.h0_DBR.shape[-1]
-    sizes, outer = (x.shape[2], hidden), GATES[call.cell] * hidden
+def _copied(call: LayerCall, rows: int) -> tuple[int, int]:
+    """Of a weight's gradient, for the input's weights and the state's: the factor that is stored
+    column by column, where one is."""
+    x, outer = call.input_TBI, GATES[call.cell] * call.h0_DBR.shape[-1]
+
+    def copied(columns: int) -> int:
+        return rows * columns if is_copied(x, rows, columns, outer) else 0
+
     with Matched(x.dtype)():
-        return rows * max((n for n in sizes if is_copied(x, rows, n, outer)), default=0)
+        return copied(x.shape[2]), copied(call.h0_DBR.shape[-1])
 
 
 def _sizes(call: LayerCall) -> tuple[int, int, int, int]:
