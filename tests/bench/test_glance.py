@@ -88,14 +88,17 @@ class TestModels:
         rows = (one for one in self.of_steps() if one.contender in ("eager", "echo"))
         assert "| 3,000 | – | 1,000 | 3.00× | – | – | 0.60× / – | – |" in glance(models(*rows))
 
-    def test_the_largest_batch_has_a_sentence(self) -> None:
-        sizes = {"eager": (100, 50.0), "echo": (1300, 75.0)}
+    @pytest.mark.parametrize(
+        ("stopped", "reach"), [({}, "up to"), ({"search_stopped": 1}, "at least")]
+    )
+    def test_the_largest_batch_has_a_sentence(self, stopped: dict[str, int], reach: str) -> None:
+        sizes = {"eager": (100, 50.0, {}), "echo": (1300, 75.0, stopped)}
         rows = (
-            Row(self.batch, name, {"largest_batch": size, "samples_per_s": speed})
-            for name, (size, speed) in sizes.items()
+            Row(self.batch, name, {"largest_batch": size, "samples_per_s": speed, **more})
+            for name, (size, speed, more) in sizes.items()
         )
         made = glance(models(*self.of_steps(), *rows))
-        assert "batches of up to 1,300 instead of 100, and then sees 1.50× as many" in made
+        assert f"batches of {reach} 1,300 instead of 100, and then sees 1.50× as many" in made
 
 
 class TestThePage:

@@ -194,9 +194,10 @@ def batches(results: Results) -> str:
         faster = ratio(eager, ours, "samples_per_s")
         if sizes[0] is None or sizes[1] is None or faster is None:
             continue
+        reach = "at least" if ours.number("search_stopped") else "up to"
         told.append(
             f"In {case.memory_gib:g} GiB the {MODELS.get(case.model, case.model)} trains with "
-            f"batches of up to {sizes[1]:,.0f} instead of {sizes[0]:,.0f}, and then sees "
+            f"batches of {reach} {sizes[1]:,.0f} instead of {sizes[0]:,.0f}, and then sees "
             f"{faster:.2f}× as many samples a second.\n"
         )
     return "\n".join(told)

@@ -13,6 +13,7 @@ import torch
 
 import ecornn
 from ecornn.bench.models.step import make_step
+from ecornn.bench.results import Row
 from ecornn.bench.training import measure, worker
 from ecornn.bench.training.build import NotMeasurable
 from ecornn.bench.training.cases import ModelCase, make_case
@@ -34,6 +35,7 @@ from ecornn.bench.training.measure import (
 )
 from ecornn.bench.training.memory import peak_bytes
 from ecornn.bench.training.record import Options, record
+from ecornn.bench.training.report import tables
 from ecornn.bench.training.schedule import Limits
 
 CPU = torch.device("cpu")
@@ -283,3 +285,16 @@ def test_real_workers_measure_in_their_own_processes() -> None:
     assert rows[1].number("bitwise") == 1
     # the same tiny model in this process has the same peak: there is nothing else to count
     assert rows[0].number("peak_bytes") == measured(STEP, ALL["eager"]).metrics["peak_bytes"]
+
+
+def test_a_search_that_time_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("lstm-lm", "batch", tiny=True)
+    effort = replace(measure.EFFORTS["quick"], search_s=0.0)
+    monkeypatch.setitem(measure.EFFORTS, "quick", effort)
+    found = measured(case, EAGER)
+    assert found.metrics["search_stopped"] == 1
+    assert found.metrics["tries"] == 1
+    rows = (Row(case, "eager", found.metrics), Row(case, "echo", {"largest_batch": 70_000}))
+    ((_, heads, lines),) = tables(rows)
+    place = heads.index("batch")
+    assert [line[place] for line in lines] == [f"≥ {found.metrics['largest_batch']:,}", "70,000"]
