@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 import ecornn
 from ecornn.backends.registry import by_name
-from ecornn.echo import own_kernels, regions, scarce
+from ecornn.echo import gpu_room, own_kernels, regions, scarce
 from ecornn.echo.model_call import ModelCall
 from ecornn.echo.rehearse import rehearsal_of
 from ecornn.errors import InvalidInput
+from ecornn.nn import base
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -107,17 +108,19 @@ def test_the_room_is_beside_what_is_there(monkeypatch: pytest.MonkeyPatch) -> No
         assert step(Two())[0] == kinds
 
 
-def test_a_budget_that_the_model_is_beyond_is_met_by_our_kernels() -> None:
-    assert step(Two(), memory="1GiB")[0] == [nn.LSTM, nn.GRU], "a budget of a divided model"
+@pytest.mark.parametrize("memory", ["1GiB", 1.0])
+def test_with_a_budget_none_becomes_ours(memory: str | float) -> None:
+    """It is one of a divided model then, whose layers may be run again; and who is refused has the
+    model that was given."""
+    assert step(Two(), memory=memory)[0] == [nn.LSTM, nn.GRU]
+    model = Two()
     with pytest.raises(InvalidInput, match="the smallest peak"):
-        step(Two(), memory=3_000)
-    kinds, told = step(Two(), memory=39_000)
-    assert kinds == OURS
-    assert SLOWER in told
+        step(model, memory=3_000)
+    assert type(model.first) is nn.LSTM
 
 
 def test_what_no_number_of_launches_serves_stays_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_name("aten"), "refuse", lambda spec: "no kernel", raising=True)
+    monkeypatch.setattr(own_kernels, "in_launches", lambda *_: False)
     kinds, told = step(Two(), memory="min")
     assert kinds == LEFT
     assert f"second is left to torch: {TOO_MANY}" in told
@@ -130,17 +133,75 @@ def test_around_a_loop_they_stay_torch_s() -> None:
     assert f"second is left to torch: {TOO_MANY}" in told
 
 
-def test_one_sequence_after_the_other_is_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def refuse(spec: Any) -> str | None:
-        asked.append(spec.batch)
-        return None
-
+def test_whole_batches_are_asked_of_the_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not whether torch would be quicker, but all that would be launched."""
+    asked: list[Any] = []
     layer, x = ecornn.GRU(8, 8), torch.randn(5, 3, 8)
-    monkeypatch.setattr(by_name("aten"), "refuse", refuse)
+    aten = by_name("aten")
+    monkeypatch.setattr(aten, "refuse", lambda spec: asked.append(spec))
     assert own_kernels.in_launches(layer, (x,), {})
-    assert asked[-1] == 0
+    assert asked[-1].backend == "aten"
+    assert asked[-1].needs_grad
+    monkeypatch.setattr(aten, "refuse", lambda spec: "it does not fit" if spec.backend else None)
+    assert not own_kernels.in_launches(layer, (x,), {})
+    monkeypatch.setattr(aten, "refuse", lambda spec: None)
+    monkeypatch.setattr(aten, "unavailable", lambda: "not installed")
+    assert not own_kernels.in_launches(layer, (x,), {})
+    monkeypatch.setattr(aten, "unavailable", lambda: None)
+    monkeypatch.setattr(base, "is_short", lambda *_: True)
+    assert not own_kernels.in_launches(layer, (x,), {})
+
+
+class Dividing(Two):
+    """By a layer that is called in a loop, or one that is not called at all."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.third, self.times = nn.GRU(8, 8), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x)[0])[0]
+        for _ in range(self.times):
+            x = self.third(x)[0]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("times", [5, 0])
+def test_of_a_model_that_stays_divided_they_stay_torch_s(times: int) -> None:
+    model = Dividing(times)
+    kinds, told = step(model, memory="min")
+    assert kinds == [ecornn.LSTM, nn.GRU, nn.GRU]
+    assert SLOWER not in told
+
+
+@pytest.mark.parametrize(("memory", "kinds"), [("min", OURS), ("auto", [nn.LSTM, nn.GRU])])
+def test_layers_that_draw_run_without_numbers_as_ours(
+    memory: str, kinds: list[type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they do not become ours, none does: torch's would draw inside cuDNN."""
+    monkeypatch.setattr(gpu_room, "room_on", lambda _: 1)
+    model, x = Two(num_layers=2, dropout=0.5), torch.randn(5, 3, 6)
+    run = ecornn.compile(model, memory=memory)
+    run(x).backward()
+    assert [type(part) for part in model.children()] == kinds
+    told = " ".join(str(run.explain()).split())
+    assert (SLOWER in told) == (kinds is OURS)
+    assert ("second draws inside cuDNN" in told) == (kinds is not OURS)
+
+
+def test_processes_that_work_together_ask_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scarce, "room_on", lambda _: 100)
+    monkeypatch.setattr(scarce, "together", lambda: True)
+    assert step(Two())[0] == LEFT
+    assert step(Two(), memory="min")[0] == OURS
+
+
+def test_an_input_that_asks_for_gradients_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scarce, "room_on", lambda _: 100)
+    model = Two().requires_grad_(False)
+    x = torch.randn(5, 3, 6, requires_grad=True)
+    ecornn.compile(model)(x).backward()
+    assert type(model.second) is ecornn.GRU
 
 
 def test_without_gradients_nothing_is_scarce(monkeypatch: pytest.MonkeyPatch) -> None:

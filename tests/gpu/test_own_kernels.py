@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ecornn
 from ecornn.bench.calls import capture
-from ecornn.echo import scarce
+from ecornn.echo import gpu_room, scarce
 
 WIDTH, STEPS, BATCH, CLASSES = 256, 64, 24, 12
 #: So many that their scores are four chunks of the operator that makes some rows of them at once,
@@ -259,13 +259,40 @@ def test_the_room_on_a_gpu_is_what_the_process_may_have() -> None:
     torch.cuda.empty_cache()
     device = torch.device("cuda", 0)
     total = torch.cuda.get_device_properties(0).total_memory
-    room = scarce.room_on(device)
+    room = gpu_room.room_on(device)
     assert room is not None
     assert 0 < room <= total - torch.cuda.memory_allocated()
     torch.cuda.set_per_process_memory_fraction((2 << 30) / total)
     try:
         taken = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-        left = scarce.room_on(device)
+        left = gpu_room.room_on(device)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert left == pytest.approx((1 << 30) - torch.cuda.memory_allocated() + taken.nbytes, abs=4096)
+
+
+def test_a_model_that_would_not_fit_is_planned_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that has room for four fifths of what it would take, of which some is left free."""
+    torch.manual_seed(8)
+    with torch.device("cuda"):
+        model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU())))
+        x = torch.randn(1 << 16, 256)
+
+    def peak() -> tuple[int, str]:
+        torch._dynamo.reset()
+        run = ecornn.compile(model)
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run(x).square().mean().backward()
+            torch.cuda.synchronize()
+        told = " ".join(str(run.explain()).split())
+        return torch.cuda.max_memory_allocated() - before, told
+
+    unlimited, _ = peak()
+    monkeypatch.setattr(gpu_room, "room_on", lambda _: int(0.8 * unlimited))
+    found, told = peak()
+    assert "no plan of little time fits the GPU" in told
+    assert found < 0.85 * unlimited

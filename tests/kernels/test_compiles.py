@@ -3,6 +3,7 @@ the others when what they depend on has changed, or on their day (`support.compi
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -99,6 +100,13 @@ def test_every_way_to_wait_compiles_for(arch: str, polling: str) -> None:
     assert tile.shared_bytes <= CHIPS[arch].shared_bytes
     used = said_of(tile.variant(arch))
     assert used.registers * tile.threads <= 65536
+
+
+def test_no_kernel_gives_cache_hints() -> None:
+    """Of which a compiler that is in use makes wrong code (decision 0041)."""
+    for path in SOURCES.iterdir():
+        if path.suffix in (".cu", ".cuh"):
+            assert not {"cache_hint", "createpolicy"} & set(re.findall(r"\w+", path.read_text()))
 
 
 def test_only_gradients_that_are_exchanged_as_tf32_are_rounded() -> None:

@@ -408,3 +408,48 @@ class TestPersistent:
         assert "being captured" in str(self.backend.refuse(captured))
         assert self.backend.refuse(replace(eager, batch=80)) is None
         assert self.backend.refuse(captured) is None
+
+    def test_a_capture_of_both_directions_needs_the_kernel_for_both(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A launch asks for that first. One direction of the same size was called before."""
+        from ecornn.backends import persistent
+
+        loaded: set[tuple[str, int]] = {("forward", 1), ("backward", 1)}
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent, "geometry", lambda ask, device: object())
+        monkeypatch.setattr(
+            persistent, "is_loaded", lambda ask, device: (ask.kernel, ask.directions) in loaded
+        )
+        monkeypatch.setattr(persistent, "build_side_by_side", lambda asks, device: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        captured = asked(device="cuda", hidden=256, needs_grad=True, captured=True, batch=4)
+        assert self.backend.refuse(captured) is None
+        both = replace(captured, bidirectional=True)
+        for kernel in ("forward", "backward"):
+            assert "being captured" in str(self.backend.refuse(both))
+            loaded.add((kernel, 2))
+        assert self.backend.refuse(both) is None
+
+    @pytest.mark.parametrize(("fits", "asked_for"), [(0, [64, 1]), (20, [64, 1, 32, 22, 16])])
+    def test_not_all_sizes_are_tried_where_the_driver_runs_too_few_blocks(
+        self, fits: int, asked_for: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each may be kernels to compile."""
+        from ecornn.backends import persistent
+
+        sizes: list[int] = []
+
+        def geometry(ask: Any, device: int) -> object | None:
+            sizes.append(ask.batch)
+            return object() if ask.batch <= fits else None
+
+        monkeypatch.setattr(persistent, "too_old", lambda: None)
+        monkeypatch.setattr(persistent, "geometry", geometry)
+        monkeypatch.setattr(persistent, "build_side_by_side", lambda asks, device: None)
+        monkeypatch.setattr(persistent, "too_few_at_once", lambda ask, device: "too few blocks")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        refusal = self.backend.refuse(asked(device="cuda", hidden=512, batch=64, keep="states"))
+        assert sizes == asked_for
+        told = "too few blocks (forward pass of 512 units, batch of 64)"
+        assert refusal == (None if fits else told)

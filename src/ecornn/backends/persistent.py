@@ -75,25 +75,33 @@ class Persistent:
         # with the 80 that the two layers of 1024 units of the benchmarks' language model have, its
         # step took 18.9 ms with them on an H200 and 20.9 with cuDNN's. Where cuDNN's are no choice
         # there are as many launches as it takes.
-        most = 2 if _torch_could(spec) else None
-        pass_too_large = 0
-        for size in islice(sizes_at_once(batch), most):
+        several = not _torch_could(spec)
+        device, refused = torch.cuda.current_device(), []
+        for size in islice(sizes_at_once(batch), None if several else 2):
             found = self._geometries(spec, size)
             if isinstance(found, str) or None not in found:
                 return found if isinstance(found, str) else None
-            pass_too_large = found.index(None) if size == batch else pass_too_large
-        device, request = torch.cuda.current_device(), _requests(spec, batch)[pass_too_large]
+            refused.append(_requests(spec, size)[found.index(None)])
+            # where the driver runs too few blocks every size may be kernels to compile for nothing
+            if several and len(refused) == 1 < size and too_few_at_once(refused[0], device):
+                alone = self._geometries(spec, 1)
+                if isinstance(alone, str) or None in alone:
+                    break
+        request = refused[-1] if several else refused[0]
         if (waiting := too_few_at_once(request, device)) is not None:
-            return f"{waiting} ({request.kernel} pass of {spec.hidden} units, batch of {batch})"
+            told = f"{request.kernel} pass of {spec.hidden} units, batch of {request.batch}"
+            return f"{waiting} ({told})"
         return (
-            f"the weights of {spec.hidden} units, with a batch of {batch}, do not fit on the "
-            f"chip's {chip(device).multiprocessors} multiprocessors ({request.kernel} pass)"
+            f"the weights of {spec.hidden} units, with a batch of {request.batch}, do not fit on "
+            f"the chip's {chip(device).multiprocessors} multiprocessors ({request.kernel} pass)"
         )
 
     def _geometries(self, spec: RnnSpec, batch: int) -> list[Geometry | None] | str:
         """Of each pass, until one does not fit; or why that cannot be known."""
         device, requests = torch.cuda.current_device(), _requests(spec, batch)
-        if spec.captured and not all(is_loaded(request, device) for request in requests):
+        # launches ask for both directions at once first
+        asked = (replace(r, directions=d) for r in requests for d in range(1, spec.directions + 1))
+        if spec.captured and not all(is_loaded(request, device) for request in asked):
             return (
                 "a CUDA graph is being captured, and its kernel was not loaded before; call the "
                 "layer once in the same way before the capture"

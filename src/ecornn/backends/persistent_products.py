@@ -32,26 +32,26 @@ def right_factor(parts: Sequence[Tensor], outer: int) -> Tensor:
     """The rows of all parts, one after another, for a product that sums over them and whose result
     has `outer` rows. Under the precision that the product will have."""
     first, rows = parts[0], sum([part.shape[0] for part in parts])
-    if is_copied(first, rows, first.shape[1], outer):
+    if is_copied(first, rows, first.shape[1], outer, products_precision()):
         return _by_columns(parts, rows)
     return first if len(parts) == 1 else torch.cat(list(parts))
 
 
-def is_copied(like: Tensor, rows: int, columns: int, outer: int) -> bool:
-    """Whether such a factor is stored column by column."""
+def is_copied(like: Tensor, rows: int, columns: int, outer: int, precision: str) -> bool:
+    """Whether such a factor is stored column by column, in a product of such precision."""
     if 2.0 * rows * columns * outer < LEAST_WORK or like.dtype != torch.float32:
         return False
-    return _gains(like.device)
+    return precision == "tf32" and reads_along_the_inner(like.device)
 
 
 def weights_as_factor(w_ih: Tensor, rows: int) -> Tensor:
     """For the input's gradient. The other factor, the gates' gradients, lies along the inner
     dimension already, so that less is gained."""
-    return right_factor([w_ih], rows) if rows >= MANY * w_ih.shape[0] else w_ih
+    return right_factor([w_ih], rows) if is_many(rows, w_ih.shape[0]) else w_ih
 
 
-def _gains(device: torch.device) -> bool:
-    return products_precision() == "tf32" and reads_along_the_inner(device)
+def is_many(rows: int, gates: int) -> bool:
+    return rows >= MANY * gates
 
 
 @cache

@@ -4,9 +4,9 @@ memory: the buffers of `persistent_forward` and `persistent_backward`, by their 
 from __future__ import annotations
 
 from ecornn.backends.persistent_backward import recomputed_in
-from ecornn.backends.persistent_calls import Matched, beside_output, padded, sizes_at_once
+from ecornn.backends.persistent_calls import beside_output, padded, sizes_at_once
 from ecornn.backends.persistent_forward import forward_pieces
-from ecornn.backends.persistent_products import is_copied
+from ecornn.backends.persistent_products import is_copied, is_many
 from ecornn.backends.protocol import LayerCall, Scratch
 from ecornn.kernels.persistent.choose import Request, candidates, measured, serves
 from ecornn.kernels.persistent.device import chip, numbers_of, unavailable
@@ -76,27 +76,29 @@ def _backward(call: LayerCall) -> tuple[int, int]:
     # and the states that entered the first steps, with the initial one
     entering = rows * hidden
     before = gates + entering + gates * again + exchanged
-    of_input, of_state = _copied(call, rows)
+    of_weights, of_input, of_state = _copied(call, rows)
     if several:
-        values = before + max(of_input, of_state)
-    else:  # these are there for the input's weights already where gates were made of them
-        values = gates + max(entering + of_state, entering * again + of_input)
+        values = before + max(of_weights, of_input, of_state)
+    else:  # these are there before the state's weights already where gates were made of them
+        values = gates + max(entering + of_state, entering * again + max(of_weights, of_input))
     if several and call.cell == "gru":
         values += rows * 3 * hidden  # a product that is copied into the gates
     sums = sum(w.w_ih.numel() + w.w_hh.numel() for w in call.weights) if several else 0
     return values * size + sums * (4 - size), before * size
 
 
-def _copied(call: LayerCall, rows: int) -> tuple[int, int]:
-    """Of a weight's gradient, for the input's weights and the state's: the factor that is stored
-    column by column, where one is."""
-    x, outer = call.input_TBI, GATES[call.cell] * call.h0_DBR.shape[-1]
+def _copied(call: LayerCall, rows: int) -> tuple[int, int, int]:
+    """Of products backwards, the factor that is stored column by column, where one is: for the
+    gradient of the input, of its weights and of the state's."""
+    x, hidden = call.input_TBI, call.h0_DBR.shape[-1]
+    inputs, gates = x.shape[2], GATES[call.cell] * hidden
+    precision = numbers_of(x.dtype) or ""
 
-    def copied(columns: int) -> int:
-        return rows * columns if is_copied(x, rows, columns, outer) else 0
+    def copied(rows: int, columns: int, outer: int) -> int:
+        return rows * columns if is_copied(x, rows, columns, outer, precision) else 0
 
-    with Matched(x.dtype)():
-        return copied(x.shape[2]), copied(call.h0_DBR.shape[-1])
+    weights = copied(gates, inputs, rows) if is_many(rows, gates) else 0
+    return weights, copied(rows, inputs, gates), copied(rows, hidden, gates)
 
 
 def _sizes(call: LayerCall) -> tuple[int, int, int, int]:

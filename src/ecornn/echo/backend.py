@@ -27,10 +27,11 @@ from ecornn.echo.cells import without_fused_cells
 from ecornn.echo.codegen import choose_codegen, start_compilers
 from ecornn.echo.differentiated_once import differentiated_once
 from ecornn.echo.frozen import unless_thawed
+from ecornn.echo.gpu_room import limit_by_gpu
 from ecornn.echo.graph import NotUnderstood
 from ecornn.echo.kept_forms import check_device, in_other_forms
 from ecornn.echo.one_step import comes_after, marking, why_one_of_several
-from ecornn.echo.options import BUDGETS, Options, read_options
+from ecornn.echo.options import BUDGETS, Memory, Options, read_options
 from ecornn.echo.output_losses import with_output_losses
 from ecornn.echo.pipeline import Decision, decide
 from ecornn.echo.recorded import Recorded, key_of
@@ -205,18 +206,32 @@ class _Partition:
             written_later=backend.written_later,
         )
         decision = decide(joint, inputs, num_fwd_outputs, request)
+        limit = self._limit_by_gpu(decision, inputs)
+        if limit is not None:
+            within = replace(request, memory=Memory("bytes", limit), or_least=True)
+            decision = decide(joint, inputs, num_fwd_outputs, within)
         if self.heed is not None:
             self.heed(decision)
         if decision.chosen.joint is not None:
             joint = decision.chosen.joint.module
         self.told.decided(joint, decision)
-        if self.aim.limit is not None:
+        if limit is not None or self.aim.limit is not None:
             self.told.limit_bytes = self.aim.limit
+        self.told.gpu_bytes = limit
         if decision.fallback is not None:
             _warn(self.told.name, decision)
         modules = in_other_forms(joint, decision, self.told, backend.options)
         self._add_up(modules, settings.get("static_lifetime_input_indices") or ())
         return modules
+
+    def _limit_by_gpu(self, decision: Decision, inputs: Sequence[Any]) -> int | None:
+        """With "auto", of a graph that is all of a step."""
+        backend = self.backend
+        part = backend.among_others or backend.within_step or backend.calls > 1
+        devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type != "cpu"}
+        if self.aim.memory.kind != "auto" or part or len(devices) > 1:
+            return None
+        return limit_by_gpu(decision, *(devices or {torch.device("cpu")}))
 
     def _add_up(self, modules: Modules, weights: Sequence[int]) -> None:
         forward, backward = modules

@@ -185,6 +185,9 @@ def _head(graph: GraphReport) -> list[str]:
     chosen, before = graph.chosen, graph.keep_all
     share = 100 * chosen.seconds_added / graph.step_seconds if graph.step_seconds else 0.0
     kept = f"{size_text(chosen.kept_bytes)}, {size_text(before.kept_bytes)} when all is kept"
+    if graph.gpu_bytes is not None:
+        most = f"{size_text(graph.gpu_bytes)}, inputs and weights included"
+        lines.append(f"no plan of little time fits the GPU: more is taken, to stay within {most}")
     lines += [
         f"plan: {chosen.strategy}{times}",
         *_peaks(graph, chosen, before),

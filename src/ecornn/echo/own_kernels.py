@@ -24,8 +24,13 @@ class OwnKernels:
     def __init__(self) -> None:
         #: By path of a layer that was called: why torch runs it; None if our kernels do.
         self.refused: dict[str, str | None] = {}
-        #: Of these, by whether our kernels would serve all calls in any number of launches.
+        #: Of those that are refused: would our kernels serve all calls in any number of launches?
         self._in_launches: dict[str, bool] = {}
+        #: Served in more launches than are as quick as torch's.
+        self.slower: list[str] = []
+        #: A layer that draws, which our kernels serve in launches alone: torch's draws where nobody
+        #: can run it without numbers.
+        self.draws: str | None = None
 
     @property
     def served(self) -> list[str]:
@@ -44,15 +49,16 @@ class OwnKernels:
             if times >= FEWEST_CALLS:
                 self.refused[path] = f"it is called {times} times in one forward pass"
 
-    @property
-    def could_serve_all(self) -> bool:
-        """If memory counts more than time, and only then: one is refused as it is, and all that are
-        would be served in more launches than are as quick as torch's."""
-        refused = self.refused.keys() - set(self.served)
-        return bool(refused) and all(self._in_launches.get(path, False) for path in refused)
-
-    def serve_all(self) -> None:
-        self.refused = dict.fromkeys(self.refused)
+    def in_launches(self, counts: dict[str, int]) -> OwnKernels | None:
+        """What it would be if memory counted more than time: those that are refused, served in
+        more launches than are as quick as torch's. None where some would be left to torch."""
+        slower = [path for path, why in self.refused.items() if why is not None]
+        if not slower or not all(self._in_launches.get(path) for path in slower):
+            return None
+        found = OwnKernels()
+        found.refused, found.slower = dict.fromkeys(self.refused), slower
+        found.leave_loops(counts)
+        return found if len(found.served) == len(found.refused) else None
 
     def told(self) -> list[str]:
         found = []
@@ -60,9 +66,9 @@ class OwnKernels:
             found.append(
                 f"recurrent layers of torch.nn that run on kernels of ecornn: {_names(self.served)}"
             )
-        if slower := [path for path in self.served if self._in_launches.get(path)]:
+        if self.slower:
             why = "in more launches than are as quick as torch's, since that holds less"
-            found.append(f"of these, {why}: {_names(slower)}")
+            found.append(f"of these, {why}: {_names(self.slower)}")
         others = ((path, why) for path, why in self.refused.items() if why is not None)
         return [
             *found,
@@ -86,14 +92,22 @@ class OwnKernels:
     def _note(self, path: str) -> Callable[..., None]:
         def note(layer: Any, args: Any, kwargs: Any) -> None:
             why = refusal(layer, args, kwargs)
-            if why is not None and layer.training and layer.dropout > 0:
-                raise NotUnderstood(f"{path} draws inside cuDNN, even without numbers")
             self.refused[path] = self.refused.get(path) or why
-            if why is not None:
-                able = self._in_launches.get(path, True)
-                self._in_launches[path] = able and in_launches(layer, args, kwargs)
+            if why is None:
+                return
+            able = self._in_launches.get(path, True) and in_launches(layer, args, kwargs)
+            self._in_launches[path] = able
+            if layer.training and layer.dropout > 0:
+                if not able:
+                    raise NotUnderstood(_drawing(path))
+                self.draws = _drawing(path)
+                layer.backend = KERNELS  # the copy's: it has no numbers to draw by itself
 
         return note
+
+
+def _drawing(path: str) -> str:
+    return f"{path} draws inside cuDNN, even without numbers"
 
 
 def _names(paths: list[str]) -> str:
@@ -109,10 +123,13 @@ def refusal(layer: Any, args: Any, kwargs: Any) -> str | None:
 
 
 def in_launches(layer: Any, args: Any, kwargs: Any) -> bool:
-    """Whether our kernels would serve the call one sequence after the other, if need be."""
+    """Whether our kernels would serve the call in as many launches as it takes. Not where it has so
+    few steps that they are refused for that."""
     with torch.enable_grad():
         spec = layer.explain(*args, **kwargs).spec
-    return by_name(KERNELS).refuse(replace(spec, batch=0)) is None
+    backend = by_name(KERNELS)
+    refused = backend.unavailable() or backend.refuse(replace(spec, backend=KERNELS))
+    return refused is None and not spec.short
 
 
 def run_on_own_kernels(model: nn.Module, paths: list[str]) -> None:

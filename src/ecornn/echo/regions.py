@@ -44,7 +44,7 @@ from ecornn.echo.parts import (
 from ecornn.echo.regions_told import told_of_regions
 from ecornn.echo.rehearse import rehearsed, why_several_graphs
 from ecornn.echo.report import GraphReport
-from ecornn.echo.scarce import memory_counts
+from ecornn.echo.scarce import in_launches_if_scarce
 from ecornn.echo.starts import Beginnings
 from ecornn.echo.step_budget import Asked, Step, cannot_be_promised, within_budget
 from ecornn.echo.twin import alone, device_of, has_hooks_on_what_is_kept
@@ -260,10 +260,11 @@ class Regions:
             self.why_not_own = f"a run without numbers, with ours in their place, failed: {found}"
             return None
         own.leave_loops(found.calls.counts)
-        whole = own.could_serve_all and not called_often(self.model, found.calls.counts)
-        if whole and memory_counts(self.model, found.call, self.options.memory):
-            own.serve_all()
-            own.leave_loops(found.calls.counts)
+        given = found.call, self.options.memory, args, kwargs
+        own = in_launches_if_scarce(own, self.model, found.calls.counts, *given) or own
+        if own.draws is not None and not own.slower:
+            self.why_not_own = f"a run without numbers, with torch's, would fail: {own.draws}"
+            return None
         all_served = bool(own.served) and len(own.served) == len(own.refused)
         divided = bool(called_often(self.model, found.calls.counts)) or not all_served
         if divided and self.options.memory.kind in BUDGETS:

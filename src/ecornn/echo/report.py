@@ -77,6 +77,8 @@ class GraphReport:
     refused: list[tuple[str, str]] = field(default_factory=list)
     fallback: str | None = None
     limit_bytes: int | None = None
+    #: With "auto": what the GPU has for it, if a plan of little time would need more.
+    gpu_bytes: int | None = None
     limit_seconds: float = 0.0
     step_seconds: float = 0.0
     #: Where times come from, if some were measured.

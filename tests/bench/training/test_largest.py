@@ -151,6 +151,36 @@ def test_a_peak_of_another_plan_misleads_one_guess() -> None:
     assert tried[0] > 3_000
 
 
+def test_time_may_end_after_what_did_not_fit() -> None:
+    tried: list[int] = []
+
+    def attempt(batch: int) -> int | None:
+        tried.append(batch)
+        return 10 * batch if batch <= 121 else None
+
+    found = largest(attempt, 120, 1_280, 20, go_on=lambda: len(tried) < 2)
+    assert tried == [120, 125]
+    assert found == Found(120, 125, 2, stopped=True)
+
+
+def test_nothing_is_left_out_where_nothing_is_left() -> None:
+    """Neighbours of a grain of four: time ended, and so had the search."""
+    tried: list[int] = []
+
+    def attempt(batch: int) -> int | None:
+        tried.append(batch)
+        return 900 if batch <= 100 else None
+
+    found = largest(attempt, 100, 1_000, 20, 4, go_on=lambda: len(tried) < 50)
+    assert found is not None
+    assert (found.batch, found.refused) == (100, 104)
+    assert not found.stopped
+    count = len(tried)
+    tried.clear()
+    again = largest(attempt, 100, 1_000, 20, 4, go_on=lambda: len(tried) < count)
+    assert again == found
+
+
 def test_whoever_has_no_time_takes_what_fits() -> None:
     model = Model(fixed=0, sample=10.0, limit=16_000)
     found = largest(model, 3_000, model.limit, 20, go_on=lambda: False)

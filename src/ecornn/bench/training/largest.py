@@ -45,8 +45,8 @@ NOTHING = Known()
 
 @dataclass(frozen=True)
 class Found:
-    """`refused` is the smallest batch seen not to fit; None if none was tried. `stopped`: larger
-    ones may fit that nobody wanted to try."""
+    """`refused` is the smallest batch seen not to fit; None if none was tried. `stopped`: there was
+    one more to try that nobody wanted to."""
 
     batch: int
     refused: int | None
@@ -73,13 +73,15 @@ def largest(
     fitting: list[int] = []
     refused: list[int] = []
     batch: int | None = start
-    stopped = False
+    done = stopped = False
     for left in reversed(range(tries)):
         if peaks or refused:
             batch = _following(peaks, refused, limit, grain, known.fixed)
+        done = batch is None
         if not fitting and (batch is None or not left):
             batch = max(peaks, default=batch)  # of others: rather tried than nothing found
-        if batch is None:
+        stopped = bool(fitting) and not done and not go_on()
+        if batch is None or stopped:
             break
         peak = attempt(batch)
         if peak is None:
@@ -89,9 +91,6 @@ def largest(
         fitting.append(batch)
         peaks[batch] = peak
         if peak > enough * limit:
-            break
-        if not go_on():
-            stopped = True
             break
     if not fitting:
         return None

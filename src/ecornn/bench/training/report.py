@@ -101,6 +101,16 @@ def _batch(row: Row, _: Rows) -> str:
     return figure(value, at_least + "{:,.0f}")
 
 
+def _batch_over_eager(row: Row, rows: Rows) -> str:
+    """Nothing where eager's may be larger."""
+    peer = rows.get(EAGER.name)
+    if peer is None or (peer.number("search_stopped") and row is not peer):
+        return NONE
+    at_least = "≥ " if row.number("search_stopped") and row is not peer else ""
+    found = ratio(peer, row, "largest_batch")
+    return figure(found, at_least + "{:.2f}×")
+
+
 def _foretold(row: Row, _: Rows) -> str:
     predicted, measured = row.number("predicted_peak_bytes"), row.number("peak_bytes")
     if predicted is None or measured is None:
@@ -121,7 +131,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "batch": (
         ("batch", _batch),
-        ("÷ eager", _times_eager("largest_batch", inverse=True)),
+        ("÷ eager", _batch_over_eager),
         ("did not fit", _number("refused_batch", "{:,.0f}")),
         ("samples/s", _number("samples_per_s", "{:,.0f}")),
         ("÷ eager", _times_eager("samples_per_s", inverse=True)),

@@ -103,12 +103,12 @@ def limits_of(
         return Limits(None, free, quickest)
     most = AT_MOST * step_seconds
     if memory.kind == "fraction":
-        inputs = _bytes_of_inputs(passes)
+        inputs = bytes_of_inputs(passes)
         return Limits(inputs + int(memory.amount * (keep_all_peak - inputs)), most)
     return Limits(int(memory.amount) if memory.kind == "bytes" else None, most)
 
 
-def _bytes_of_inputs(passes: Passes) -> int:
+def bytes_of_inputs(passes: Passes) -> int:
     graph = passes.graph
     storages = {
         s for i in graph.inputs if i not in passes.backward for s in graph.operations[i].holds
