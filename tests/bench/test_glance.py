@@ -89,16 +89,28 @@ class TestModels:
         assert "| 3,000 | – | 1,000 | 3.00× | – | – | 0.60× / – | – |" in glance(models(*rows))
 
     @pytest.mark.parametrize(
-        ("stopped", "reach"), [({}, "up to"), ({"search_stopped": 1}, "at least")]
+        ("eager", "echo", "told"),
+        [
+            (False, False, "| 100 | – | 1,300 | 13.00× | – | – | 1.50× |"),
+            (False, True, "| 100 | – | ≥ 1,300 | ≥ 13.00× | – | – | 1.50× |"),
+            (True, False, "| ≥ 100 | – | 1,300 | – | – | – | 1.50× |"),
+        ],
     )
-    def test_the_largest_batch_has_a_sentence(self, stopped: dict[str, int], reach: str) -> None:
-        sizes = {"eager": (100, 50.0, {}), "echo": (1300, 75.0, stopped)}
+    def test_the_largest_batch_has_a_line(self, eager: bool, echo: bool, told: str) -> None:
+        """Nobody is larger than what may be larger itself."""
+        sizes = {"eager": (100, 50.0, eager), "echo": (1300, 75.0, echo)}
         rows = (
-            Row(self.batch, name, {"largest_batch": size, "samples_per_s": speed, **more})
-            for name, (size, speed, more) in sizes.items()
+            Row(
+                self.batch,
+                name,
+                {"largest_batch": size, "samples_per_s": speed}
+                | ({"search_stopped": 1} if stopped else {}),
+            )
+            for name, (size, speed, stopped) in sizes.items()
         )
         made = glance(models(*self.of_steps(), *rows))
-        assert f"batches of {reach} 1,300 instead of 100, and then sees 1.50× as many" in made
+        assert f"| LSTM translator with attention, 50 words {told}" in made
+        assert "**The largest batch that trains in 16 GiB**, on Imaginary" in made
 
 
 class TestThePage:

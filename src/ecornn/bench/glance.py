@@ -16,6 +16,7 @@ from ecornn.bench.grids import BATCHES, RNN
 from ecornn.bench.markdown import NONE, both, digits, figure, table
 from ecornn.bench.results import Results, Row, layer_rows, rows_by_case
 from ecornn.bench.training.cases import BENCHMARK, NAMED, ModelCase
+from ecornn.bench.training.report import batch_over_eager, largest_batch
 from ecornn.errors import InvalidInput
 
 MIB = 2**20
@@ -39,6 +40,11 @@ STEPS = """\
 smaller it is than in eager mode, and the time of a step divided by eager mode's (called / \
 replayed from a CUDA graph) and by that of `torch.compile` (called). `echo` is \
 `ecornn.compile(model)`, `min` is `ecornn.compile(model, memory="min")`.
+"""
+BATCHES_TOLD = """\
+**The largest batch that trains in {gib:g} GiB**, on {gpu}, and how many times as many samples a \
+second are seen with Echo's as with eager mode's. ≥: a larger one may fit, for which there was no \
+time.
 """
 #: What people call the benchmark's models.
 MODELS = {
@@ -92,7 +98,10 @@ def glance(files: Mapping[str, Results], *, whole: bool = False) -> str:
             parts += [SPEED.format(**where), replayed]
             parts += [SPEED_CALLED, speed(results, CALLED)] if whole else []
         if results.benchmark == BENCHMARK and (found := steps(results)):
-            parts += [STEPS.format(**where), found, batches(results)]
+            parts += [STEPS.format(**where), found]
+            limits = {case.memory_gib for case, _ in _models(results, "batch")}
+            if len(limits) == 1 and (sizes := batches(results)):
+                parts += [BATCHES_TOLD.format(gib=limits.pop(), **where), sizes]
     return "\n".join(part for part in parts if part)
 
 
@@ -161,7 +170,8 @@ def steps(results: Results) -> str:
 
 def _named(case: ModelCase) -> str:
     words = "" if case.length is None else f", {case.length} words"
-    return f"{MODELS.get(case.model, case.model)}{words}, batch {case.batch}"
+    batch = "" if case.batch is None else f", batch {case.batch}"
+    return f"{MODELS.get(case.model, case.model)}{words}{batch}"
 
 
 def _peak(row: Row | None) -> str:
@@ -184,25 +194,33 @@ def _slower(rows: Mapping[str, Row], ours: str, peer: str) -> str:
 
 
 def batches(results: Results) -> str:
-    """A sentence for each model whose largest batch was looked for."""
-    told = []
+    """A line for each model whose largest batch was looked for."""
+    heads = ["model", "eager", "torch.compile", "echo", "÷ eager", "min", "÷ eager"]
+    heads += ["echo's samples a second ÷ eager's"]
+    body = []
     for case, rows in _models(results, "batch"):
-        eager, ours = rows.get("eager"), rows.get("echo")
-        if eager is None or ours is None:
+        if "echo" not in rows:
             continue
-        if eager.number("search_stopped"):  # its own may be larger
-            continue
-        sizes = eager.number("largest_batch"), ours.number("largest_batch")
-        faster = ratio(eager, ours, "samples_per_s")
-        if sizes[0] is None or sizes[1] is None or faster is None:
-            continue
-        reach = "at least" if ours.number("search_stopped") else "up to"
-        told.append(
-            f"In {case.memory_gib:g} GiB the {MODELS.get(case.model, case.model)} trains with "
-            f"batches of {reach} {sizes[1]:,.0f} instead of {sizes[0]:,.0f}, and then sees "
-            f"{faster:.2f}× as many samples a second.\n"
+        ours, eager = rows["echo"], rows.get("eager")
+        faster = None if eager is None else ratio(eager, ours, "samples_per_s")
+        body.append(
+            [
+                _named(case),
+                *(_found(rows, name) for name in ("eager", "torch.compile")),
+                *(of(rows, "echo") for of in (_found, _times_larger)),
+                *(of(rows, "echo memory=min") for of in (_found, _times_larger)),
+                figure(faster, "{:.2f}×"),
+            ]
         )
-    return "\n".join(told)
+    return table(heads, body) if body else ""
+
+
+def _found(rows: Mapping[str, Row], name: str) -> str:
+    return largest_batch(rows[name], rows) if name in rows else NONE
+
+
+def _times_larger(rows: Mapping[str, Row], name: str) -> str:
+    return batch_over_eager(rows[name], rows) if name in rows else NONE
 
 
 def put_into(page: str, made: str, where: str) -> str:

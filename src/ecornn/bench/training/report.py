@@ -95,13 +95,14 @@ def _number(metric: str, form: str, unit: float = 1.0) -> Callable[[Row, Rows], 
     return cell
 
 
-def _batch(row: Row, _: Rows) -> str:
+def largest_batch(row: Row, _: Rows) -> str:
+    """≥: of a search that time ended."""
     value = row.number("largest_batch")
     at_least = "≥ " if row.number("search_stopped") else ""
     return figure(value, at_least + "{:,.0f}")
 
 
-def _batch_over_eager(row: Row, rows: Rows) -> str:
+def batch_over_eager(row: Row, rows: Rows) -> str:
     """Nothing where eager's may be larger."""
     peer = rows.get(EAGER.name)
     if peer is None or (peer.number("search_stopped") and row is not peer):
@@ -130,8 +131,8 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("error", _number("error", "{:.1e}")),
     ),
     "batch": (
-        ("batch", _batch),
-        ("÷ eager", _batch_over_eager),
+        ("batch", largest_batch),
+        ("÷ eager", batch_over_eager),
         ("did not fit", _number("refused_batch", "{:,.0f}")),
         ("samples/s", _number("samples_per_s", "{:,.0f}")),
         ("÷ eager", _times_eager("samples_per_s", inverse=True)),
