@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ecornn.backends import persistent_calls, persistent_gradients, persistent_plain
-from ecornn.backends.persistent_calls import sizes_at_once
 from ecornn.backends.persistent_plain import PlainLayer
 from ecornn.backends.protocol import BackwardRequest, CallGrads, LayerCall, LayerResult, ResultGrads
 from ecornn.backends.registry import by_name
@@ -343,19 +342,6 @@ def test_sequences_and_directions_that_do_not_fit_at_once(machine: Machine, cell
     assert_like_the_definition(make_call(cell, directions=2))
     # two halves of the batch for each direction, forwards and backwards
     assert sum(launcher.launches for launcher in machine.launchers) == 2 * 2 * 2
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 7, 64, 81, 140, 856])
-def test_sizes_of_launches_are_near_the_largest_that_fits(batch: int) -> None:
-    sizes = list(sizes_at_once(batch))
-    assert sizes[0] == batch
-    assert sizes[-1] == 1
-    assert sizes == sorted(set(sizes), reverse=True)
-    assert len(sizes) <= 2 * batch.bit_length()
-    for most in range(1, batch + 1):
-        size = next(size for size in sizes if size <= most)
-        launches, fewest = -(-batch // size), -(-batch // most)
-        assert launches <= 1.5 * fewest
 
 
 def test_weights_that_are_not_contiguous_or_aligned(machine: Machine) -> None:

@@ -139,3 +139,15 @@ def test_who_works_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cpu_has_no_limit() -> None:
     assert gpu_room.room_on(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("memory", ["min", 0.9])
+def test_plans_that_are_compiled_to_choose_among_have_no_limit_either(
+    memory: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of "auto" is one of them."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(gpu_room, "room_on", asked.append)
+    run = ecornn.compile(Deep(), memory=memory, codegen="inductor")
+    run(torch.randn(BATCH, WIDTH)).backward()
+    assert not asked

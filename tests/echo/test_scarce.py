@@ -75,7 +75,7 @@ def step(model: nn.Module, **asked: Any) -> tuple[list[type], str]:
 
 
 OURS, LEFT = [ecornn.LSTM, ecornn.GRU], [ecornn.LSTM, nn.GRU]
-SLOWER = "of these, in more launches than are as quick as torch's, since that holds less: second"
+SLOWER = "of these, in more launches than are taken to be quick, for the sake of memory: second"
 
 
 def test_as_little_as_can_be_is_held_by_our_kernels() -> None:
@@ -120,7 +120,7 @@ def test_with_a_budget_none_becomes_ours(memory: str | float) -> None:
 
 
 def test_what_no_number_of_launches_serves_stays_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_kernels, "in_launches", lambda *_: False)
+    monkeypatch.setattr(own_kernels, "serves_in_launches", lambda *_: False)
     kinds, told = step(Two(), memory="min")
     assert kinds == LEFT
     assert f"second is left to torch: {TOO_MANY}" in told
@@ -139,17 +139,17 @@ def test_whole_batches_are_asked_of_the_kernels_by_name(monkeypatch: pytest.Monk
     layer, x = ecornn.GRU(8, 8), torch.randn(5, 3, 8)
     aten = by_name("aten")
     monkeypatch.setattr(aten, "refuse", lambda spec: asked.append(spec))
-    assert own_kernels.in_launches(layer, (x,), {})
+    assert own_kernels.serves_in_launches(layer, (x,), {})
     assert asked[-1].backend == "aten"
     assert asked[-1].needs_grad
     monkeypatch.setattr(aten, "refuse", lambda spec: "it does not fit" if spec.backend else None)
-    assert not own_kernels.in_launches(layer, (x,), {})
+    assert not own_kernels.serves_in_launches(layer, (x,), {})
     monkeypatch.setattr(aten, "refuse", lambda spec: None)
     monkeypatch.setattr(aten, "unavailable", lambda: "not installed")
-    assert not own_kernels.in_launches(layer, (x,), {})
+    assert not own_kernels.serves_in_launches(layer, (x,), {})
     monkeypatch.setattr(aten, "unavailable", lambda: None)
     monkeypatch.setattr(base, "is_short", lambda *_: True)
-    assert not own_kernels.in_launches(layer, (x,), {})
+    assert not own_kernels.serves_in_launches(layer, (x,), {})
 
 
 class Dividing(Two):

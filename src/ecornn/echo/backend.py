@@ -229,7 +229,7 @@ class _Partition:
         backend = self.backend
         part = backend.among_others or backend.within_step or backend.calls > 1
         devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type != "cpu"}
-        if self.aim.memory.kind != "auto" or part or len(devices) > 1:
+        if backend.options.memory.kind != "auto" or part or len(devices) > 1:
             return None
         return limit_by_gpu(decision, *(devices or {torch.device("cpu")}))
 

@@ -25,8 +25,8 @@ class OwnKernels:
         #: By path of a layer that was called: why torch runs it; None if our kernels do.
         self.refused: dict[str, str | None] = {}
         #: Of those that are refused: would our kernels serve all calls in any number of launches?
-        self._in_launches: dict[str, bool] = {}
-        #: Served in more launches than are as quick as torch's.
+        self._if_slower: dict[str, bool] = {}
+        #: Served in more launches than are taken to be as quick as torch's kernels.
         self.slower: list[str] = []
         #: A layer that draws, which our kernels serve in launches alone: torch's draws where nobody
         #: can run it without numbers.
@@ -49,11 +49,11 @@ class OwnKernels:
             if times >= FEWEST_CALLS:
                 self.refused[path] = f"it is called {times} times in one forward pass"
 
-    def in_launches(self, counts: dict[str, int]) -> OwnKernels | None:
+    def slower_ones_served(self, counts: dict[str, int]) -> OwnKernels | None:
         """What it would be if memory counted more than time: those that are refused, served in
-        more launches than are as quick as torch's. None where some would be left to torch."""
+        more launches than are taken to be quick. None where some would be left to torch."""
         slower = [path for path, why in self.refused.items() if why is not None]
-        if not slower or not all(self._in_launches.get(path) for path in slower):
+        if not slower or not all(self._if_slower.get(path) for path in slower):
             return None
         found = OwnKernels()
         found.refused, found.slower = dict.fromkeys(self.refused), slower
@@ -67,7 +67,7 @@ class OwnKernels:
                 f"recurrent layers of torch.nn that run on kernels of ecornn: {_names(self.served)}"
             )
         if self.slower:
-            why = "in more launches than are as quick as torch's, since that holds less"
+            why = "in more launches than are taken to be quick, for the sake of memory"
             found.append(f"of these, {why}: {_names(self.slower)}")
         others = ((path, why) for path, why in self.refused.items() if why is not None)
         return [
@@ -95,8 +95,8 @@ class OwnKernels:
             self.refused[path] = self.refused.get(path) or why
             if why is None:
                 return
-            able = self._in_launches.get(path, True) and in_launches(layer, args, kwargs)
-            self._in_launches[path] = able
+            able = self._if_slower.get(path, True) and serves_in_launches(layer, args, kwargs)
+            self._if_slower[path] = able
             if layer.training and layer.dropout > 0:
                 if not able:
                     raise NotUnderstood(_drawing(path))
@@ -122,7 +122,7 @@ def refusal(layer: Any, args: Any, kwargs: Any) -> str | None:
     return None if plan.backend == KERNELS else next(reasons, f"{plan.backend} runs it")
 
 
-def in_launches(layer: Any, args: Any, kwargs: Any) -> bool:
+def serves_in_launches(layer: Any, args: Any, kwargs: Any) -> bool:
     """Whether our kernels would serve the call in as many launches as it takes. Not where it has so
     few steps that they are refused for that."""
     with torch.enable_grad():

@@ -30,7 +30,7 @@ def in_launches_if_scarce(
     """All recurrent layers on our kernels, in as many launches as it takes, where memory counts
     more than time and nothing would divide the model then: around parts a layer is asked at every
     call. None elsewhere."""
-    found = own.in_launches(counts)
+    found = own.slower_ones_served(counts)
     if found is None or called_often(model, counts):
         return None
     layers = {path: part for path, part in model.named_modules() if isinstance(part, nn.RNNBase)}
